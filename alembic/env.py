@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from alembic import context
 from sqlalchemy import Connection
 
-from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, transaction
+from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, migration_lock, transaction
 from autotune.store.location import DEFAULT_LOCATION, LOCATION_VARIABLE, resolve_location
-from autotune.store.postgres import migration_lock
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
 

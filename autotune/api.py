@@ -23,9 +23,9 @@ from autotune.core.options import BY_NAME, SearchOptions
 from autotune.core.outcome import Measurement
 from autotune.core.training_source import WITHIN_VARIABLE
 from autotune.core.units import format_bytes, format_rate
+from autotune.results.chart_data import plot_trials
 from autotune.results.export import make_export
 from autotune.results.json_document import report_document, trial_document
-from autotune.results.plot import plot_trials
 from autotune.results.report import Report, load_report
 from autotune.results.study_view import trial_view
 from autotune.results.text import summary_lines
@@ -190,7 +190,11 @@ def search(
         raise TypeError(f"search() got an unexpected keyword argument {min(unknown)!r}")
     observer = _as_observer(progress)
     given = _given({"model": model, "effective_batch": effective_batch, **options})
-    _check_is_outermost()
+    if (source := os.environ.get(WITHIN_VARIABLE)) is not None:
+        raise InvalidRequestError(
+            f"a search began while trials ran {source}",
+            'move the call of search to another file or, beside a trainer function, under if __name__ == "__main__":',
+        )
     place, address = given.pop("storage", DEFAULT_STORAGE), given.pop("executor", None)
     waits, verifies = given.pop("wait", False), given.pop("verify", False)
     lasting_place = _absolute(place)
@@ -260,15 +264,6 @@ def _as_observer(progress: Any) -> Observer:
     if not isinstance(progress, Observer):
         raise refuse("progress", progress, "True, False or an observer", "give True or False")
     return progress
-
-
-def _check_is_outermost() -> None:
-    """Raise ``InvalidRequestError`` in a trial whose imported file starts a search, since searches would nest."""
-    if (source := os.environ.get(WITHIN_VARIABLE)) is not None:
-        raise InvalidRequestError(
-            f"a search began while trials ran {source}",
-            'move the call of search to another file or, beside a trainer function, under if __name__ == "__main__":',
-        )
 
 
 def _verify(result: Result, observer: Observer) -> None:

@@ -44,7 +44,7 @@ from step_times import (
 from step_times import cells as fitted_cells
 
 from autotune.core.candidate import Arm, Candidate, Document
-from autotune.core.kernel_kinds import kind_of_kernel, merge_kinds
+from autotune.core.outcome import kind_of_kernel, merge_kinds
 from autotune.estimate.gpu_time import EFFICIENCIES, Efficiencies, GpuModel, GpuTime, gpu_time
 
 _NS = 1e-9

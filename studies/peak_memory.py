@@ -28,8 +28,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space import training_arguments
-from autotune.worker.fake.predict import Limits
-from autotune.worker.fake.step import FakeTraining
+from autotune.worker.fake.step import FakeTraining, Limits
 
 LANDSCAPES = Path(__file__).parent / "landscapes"
 _MIB = 1024**2

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from recorded_steps import Published, operations_key, published, recorded_operations
 from step_times import error_line
 
-from autotune.core.chip import Calibration
+from autotune.core.device import Calibration
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS

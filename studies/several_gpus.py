@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from recorded_steps import LANDSCAPES, Subject, operations_key, published, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.chip import Calibration, Collective
+from autotune.core.device import Calibration, Collective
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS

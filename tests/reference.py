@@ -21,8 +21,7 @@ from autotune.cli.main import cli, exit_codes
 from autotune.core import errors
 from autotune.core.ceiling import Ceiling
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.jobs import JobMessage
-from autotune.core.messages import Answer, Progress, ServerLine
+from autotune.core.messages import Answer, JobMessage, Progress, ServerLine
 from autotune.core.options import OPTIONS, USUAL
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer

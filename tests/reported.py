@@ -7,12 +7,11 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory
-from autotune.core.stop import StopReason
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.results.report import Report
 from autotune.space.training_arguments import TF32_UNSET_REVISION
-from autotune.store.records import Stage, StudyRecord, TrialRecord, now
+from autotune.store.records import Stage, StopReason, StudyRecord, TrialRecord, now
 
 OLD_FIELDS = ("gradient_checkpointing", "gradient_checkpointing_kwargs", "bf16", "fp16", "tf32", "optim", "use_cpu")
 

@@ -15,8 +15,8 @@ from checkout import ROOT
 
 from autotune import api
 from autotune.core.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
-from autotune.core.installation import how_to_add
 from autotune.models.resolve import resolve_model
+from autotune.space.features import how_to_add
 
 BUILD = ROOT / "tests/own_code/build_trainer.py"
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "optuna", "sqlalchemy", "alembic", "rich", "numpy", "click"}

@@ -135,10 +135,10 @@ def take_over() -> None:
     from asyncio import unix_events
 
     from autotune.cli import doctor
-    from autotune.execution import child_process, recovery
+    from autotune.execution import child_process, oneshot
 
     child_process.Popen = Popen  # type: ignore[misc]
-    modules: tuple[Any, ...] = (doctor, recovery, unix_events)
+    modules: tuple[Any, ...] = (doctor, oneshot, unix_events)
     for module in modules:
         module.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Popen, "run": run})
 
@@ -172,7 +172,7 @@ def _request(call: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     if not words or words[0] != _PYTHON:
         raise NotWarmError("another program")
     # A fork listens to interrupts again by itself.
-    listens = getattr(call["preexec_fn"], "__module__", None) == "autotune.execution.recovery"
+    listens = getattr(call["preexec_fn"], "__module__", None) == "autotune.execution.oneshot"
     plain: dict[str, Any] = {"close_fds": True, "shell": False, "uid": None, "gid": None, "gids": None, "umask": -1}
     plain |= {} if listens else {"preexec_fn": None}
     for name, value in plain.items():

@@ -39,10 +39,10 @@ _STREAMS = (
 _ROOM = "." * 200
 """An argument that nobody reads: a command line is shown where this process's own one was, see ``_show_command``."""
 _MODULES = (
-    "autotune.api", "autotune.cli.main", "autotune.cli.search",
-    "autotune.cli.resume", "autotune.cli.predict", "autotune.cli.studies", "autotune.cli.export",
-    "autotune.cli.verify", "autotune.cli.view", "autotune.cli.devices", "autotune.cli.db",
-    "autotune.engine.local", "autotune.execution.gpu_monitor", "autotune.results.html.page", "autotune.results.text",
+    "autotune.api", "autotune.cli.main",
+    "autotune.cli.search", "autotune.cli.predict", "autotune.cli.studies", "autotune.cli.studies",
+    "autotune.cli.verify", "autotune.cli.view", "autotune.cli.devices", "autotune.cli.studies",
+    "autotune.engine.local", "autotune.execution.gpu_monitor", "autotune.results.html", "autotune.results.text",
     "autotune.results.json_document", "autotune.store.opening", "autotune.tuning.answer_cache", "autotune.tuning.loop",
     "autotune.tuning.narrator", "autotune.tuning.run", "autotune.tuning.predictions",
     "autotune.worker.dataset.reading", "autotune.worker.user.run", "autotune.worker.dataset.prepared",

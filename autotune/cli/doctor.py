@@ -217,9 +217,9 @@ def _extras() -> Check:
 
 def _protection() -> Check:
     """Return a check of the file protection in trials of the user's code."""
-    from autotune.core.protection import PROTECTED
+    from autotune.core.code_interface import PROTECTED
     from autotune.devices.health import Check
-    from autotune.execution.protection import find_protection
+    from autotune.execution.oneshot import find_protection
 
     found = find_protection()
     if found.kind == "none":

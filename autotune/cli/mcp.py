@@ -11,7 +11,7 @@ import click
 
 from autotune.cli.options import table_options
 from autotune.core.errors import InvalidRequestError, error_with_code
-from autotune.core.installation import how_to_add
+from autotune.space.features import how_to_add
 
 _INSTRUCTIONS = (
     "autotune finds the fastest settings to train a transformer on a GPU by running real training steps. predict tells "

@@ -1,4 +1,4 @@
-"""Run ``autotune search``: make a request from the options, search, and print the result."""
+"""Run ``autotune search`` and ``autotune resume``: make a request from the options, search, and print the result."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from autotune.cli.options import SectionedCommand, options_given, table_options
+from autotune.cli.options import SectionedCommand, options_given, service_of, study_argument, table_options
 from autotune.cli.output import print_json, print_lines, terminal_columns
 from autotune.core.errors import InvalidRequestError
-from autotune.core.stop import StopReason
+from autotune.store.records import StopReason
 
 if TYPE_CHECKING:
     from autotune.results.report import Report
@@ -209,3 +209,59 @@ def _larger_budget(report: Report) -> str:
             return f" --time-budget {math.ceil(2 * spent)}s"
         case _:
             return ""
+
+
+@click.command(short_help="Continue a search that was ended or killed.")
+@study_argument
+@table_options("resume")
+@click.pass_context
+def resume(
+    ctx: click.Context,
+    /,
+    study: str,
+    trials: int | None,
+    time_budget: float | None,
+    trial_timeout: float | None,
+    device: str | None,
+    gpus: str | None,
+    parallel: bool,
+    executor: str | None,
+    server: str | None,
+    storage: str,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    """Continue a search where it ended, with the options that it began with.
+
+    No trial that ended is repeated; one that was under way is. Of a finished study the result is shown,
+    unless the budget is larger now.
+
+    \b
+      autotune resume STUDY
+      autotune resume STUDY --trials 50
+      autotune resume STUDY --gpus 4 --parallel
+    """
+    from autotune.store.opening import open_store
+    from autotune.tuning.options import named_devices
+    from autotune.tuning.studies import Budget, recorded_options, recorded_request
+
+    limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
+    if (service := service_of(ctx)) is not None:
+        from autotune.cli.remote import resume_remotely
+
+        resume_remotely(service, study, limits, as_json=as_json)
+        return
+    places = {"device": device, "gpus": gpus, "parallel": parallel}
+    if executor is not None:
+        from autotune.cli.remote import search_on_cluster
+
+        with open_store(storage, create=False) as store:
+            options = places if any(places.values()) else recorded_options(store, study)
+        ended = search_on_cluster(executor, {**options, **limits}, study, storage, wait=wait, resumes=True)
+        print_searched(ctx, *ended, storage, as_json=as_json)
+        return
+    with open_store(storage, create=False) as store:
+        devices = named_devices(places) if gpus or parallel else ()
+        budget = Budget(trials, time_budget, trial_timeout)
+        request = recorded_request(store, study, device, budget, devices, parallel=parallel)
+    search_and_print(ctx, request, storage, wait=wait, as_json=as_json)

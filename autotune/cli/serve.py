@@ -13,7 +13,7 @@ import click
 from autotune.cli.options import table_options
 from autotune.cli.output import FilePath, print_json, print_table
 from autotune.core.errors import InvalidRequestError
-from autotune.core.installation import how_to_add
+from autotune.space.features import how_to_add
 
 if TYPE_CHECKING:
     from autotune.service.client import Client

@@ -1,14 +1,17 @@
-"""Run ``autotune show``, ``report`` and ``studies``: print one study, write it as a page, or list all."""
+"""Run ``autotune show``, ``report``, ``studies``, ``export``, and ``dashboard`` and ``db`` over their database."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from autotune.cli.completion import study_argument
-from autotune.cli.options import service_of, table_options
-from autotune.cli.output import FilePath, print_json, print_lines, terminal_columns, write_text
+from autotune.cli.options import service_of, study_argument, table_options
+from autotune.cli.output import FilePath, as_printed, print_json, print_lines, terminal_columns, write_text
+
+if TYPE_CHECKING:
+    from autotune.results.recipes import AnyForm
 
 
 @click.command()
@@ -53,7 +56,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
     \b
       autotune report STUDY --html report.html
     """
-    from autotune.results.html.page import html_page
+    from autotune.results.html import html_page
     from autotune.results.report import load_report
     from autotune.results.text import report_lines
     from autotune.store.opening import open_store
@@ -140,3 +143,118 @@ def studies(storage: str, as_json: bool) -> None:
     head = ("study", "state", "device", "trials", "best", "samples/s", "started (UTC)")
     spare = ("device", "trials", "started (UTC)")
     print_lines(narrow_table_lines(head, rows, terminal_columns(), spare, 0, right=("trials", "samples/s")))
+
+
+@click.command(short_help="Export the best trial as settings.")
+@study_argument
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(
+        (
+            "json",
+            "yaml",
+            "cli",
+            "python",
+            "env",
+            "torchrun",
+            "accelerate",
+            "trl",
+            "axolotl",
+            "llama-factory",
+            "model-card",
+        )
+    ),
+    default="json",
+    show_default=True,
+)
+@click.option("--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="Write to a file, not stdout.")
+@click.option("--anyway", is_flag=True, help="Use the leader even if noise hides the fastest candidate.")
+@table_options("export")
+@click.pass_context
+def export(
+    ctx: click.Context,
+    /,
+    study: str,
+    form: AnyForm,
+    output: Path | None,
+    anyway: bool,
+    storage: str,
+    server: str | None,
+) -> None:
+    """Export the best trial as TrainingArguments, as another trainer's configuration, or for a model card.
+
+    \b
+      autotune export STUDY > training_arguments.json
+      autotune export STUDY --format cli
+      autotune export STUDY --format torchrun
+      autotune export STUDY --format axolotl > axolotl.yaml
+      env $(autotune export STUDY --format env) python train.py $(autotune export STUDY --format cli)
+    """
+    from autotune.results.recipes import exported_text
+    from autotune.results.report import load_report
+    from autotune.store.opening import open_store
+
+    if (service := service_of(ctx)) is not None:
+        from autotune.service.client import Client, path_of
+
+        text, headers = Client(service).fetch(f"{path_of(study)}/export", {"format": form, "anyway": anyway})
+        notes = [note for note in headers.get("autotune-note", "").split(" | ") if note]
+    else:
+        with open_store(storage, create=False) as store:
+            report = load_report(store, study)
+        if not anyway:
+            report.check_is_told()
+        text, notes = exported_text(report, form)
+    if output is None:
+        click.echo(text, nl=False)
+    else:
+        write_text(output, text)
+    if form == "env" and not text.strip():
+        click.echo("nothing is printed: the winner needs no environment variable", err=True)
+    for line in notes:
+        click.echo(as_printed(line), err=True)
+
+
+@click.group(short_help="Show or upgrade the database.", invoke_without_command=True)
+@click.pass_context
+def db(ctx: click.Context) -> None:
+    """Show or upgrade the schema of the database."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+@db.command()
+@table_options("db")
+def current(storage: str) -> None:
+    """Print the schema's revision and the newest one."""
+    from autotune.store.opening import current_revision
+
+    revision, head = current_revision(storage)
+    click.echo(f"{revision or 'none'} (newest: {head})")
+
+
+@db.command()
+@table_options("db")
+def upgrade(storage: str) -> None:
+    """Upgrade the schema to the newest revision; a missing file is created."""
+    from autotune.store import opening
+
+    before, after = opening.upgrade(storage)
+    click.echo(f"{after}, as before" if before == after else f"{before or 'none'} -> {after}")
+
+
+@click.command(short_help="Serve the Optuna dashboard on this machine.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True)
+@table_options("dashboard")
+def dashboard(port: int, storage: str) -> None:
+    """Serve the Optuna dashboard over the studies, read-only, on 127.0.0.1."""
+    from autotune.results.dashboard import serve
+
+    def say(url: str) -> None:
+        click.echo("the dashboard, read-only (its buttons change nothing); Ctrl-C ends it", err=True)
+        click.echo("its best trial is one process; autotune show tells the mean over all that measured it", err=True)
+        # Alone on its line, so that a terminal links nothing else.
+        click.echo(url, err=True)
+
+    serve(storage, port=port, ready=say)

@@ -1,9 +1,9 @@
-"""Describe one device, a GPU or the CPU, and the other processes that use it, as plain values."""
+"""Describe one device, the other processes that use it, and the GPU model that predictions are made for."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DeviceKind = Literal["cuda", "cpu"]
@@ -88,3 +88,128 @@ class Device:
         facts["neighbours"] = list(facts["neighbours"])
         facts["mig_uuids"] = None if self.mig_uuids is None else list(self.mig_uuids)
         return {"label": self.label, **facts, "precisions": list(self.precisions)}
+
+
+# aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize: one workspace for each thread that multiplies
+# matrices, larger on Hopper and datacentre Blackwell.
+_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8
+_LARGE_WORKSPACE_BYTES = 4096 * 1024 * 8
+_LARGE_WORKSPACE_MAJORS = (9, 10)
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """What GPUs take to exchange data: a time for each call, and a rate for the bytes that each of them sends."""
+
+    call_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What GPUs of one host exchange data through."""
+
+    kind: Literal["NVLink", "PCIe"]
+    bytes_per_second: float
+    """Specified, of one GPU in one direction."""
+    all_reduce: Collective | None = None
+    """Measured on this host; ``None`` where it was not."""
+    all_gather: Collective | None = None
+    group_gather: Collective | None = None
+    """Between the ranks of a group of hybrid sharding."""
+
+    def cases(self, measured: Collective | None) -> tuple[Collective, Collective, Collective]:
+        """Return the worst, usual and best cost of a collective, from its measured cost or else the link's rate."""
+        shares = _SHARES_OF_LINKS[self.kind] if measured is None else _SHARES_OF_MEASURED
+        rated = measured or Collective(_SMALLEST_WORK_SECONDS, self.bytes_per_second)
+        worst, usual, best = (Collective(rated.call_seconds, rated.bytes_per_second * share) for share in shares)
+        return worst, usual, best
+
+
+# Bus bandwidth of NCCL's all_reduce_perf. NVLink: 230 to 250 of 300 GB/s on eight A100 and 460 to 480 of 450 GB/s on
+# eight H100, which sum in the switch (docs.alayanew.com, "NCCL-tests in practice", 2026); 116 of 300 GB/s through the
+# bridge of two H100 PCIe (github.com/NVIDIA/nccl-tests/issues/194). PCIe: 35 to 45 of 63 GB/s on eight H100 PCIe (the
+# same page), 28 and 35 of 63 GB/s on eight and four RTX 5090 (github.com/NVIDIA/nccl/issues/1639), 6.2 of 15.8 GB/s
+# between two RTX 3090 Ti without direct access (github.com/mli/transformers-benchmarks).
+_SMALLEST_WORK_SECONDS = 2e-5
+"""Least time of one all-reduce: 20 to 40 microseconds for 8 bytes on PCIe and NVLink hosts (nccl-tests; 42 microseconds
+on eight RTX 4090 in github.com/NVIDIA/nccl/issues/1530)."""
+# All of 35 exchanges of two and four H200 took 0.87 to 1.08 of what two sizes told (studies/several_gpus.py). In
+# a step they share the memory with what is computed: the lower one is a choice.
+_SHARES_OF_MEASURED = (0.6, 1.0, 1.1)
+_SHARES_OF_LINKS = {"NVLink": (0.38, 0.8, 1.05), "PCIe": (0.18, 0.5, 0.71)}
+
+# The rate of 16 lanes, after encoding: 8, 16 and 32 GT/s with 128 of 130 bits (PCI Express base specifications).
+PCIE_3, PCIE_4, PCIE_5 = (Link("PCIe", gigabytes * 1e9) for gigabytes in (15.75, 31.5, 63.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The specified rates at which a GPU computes and moves data."""
+
+    half_flops: float
+    """Operations a second of the tensor cores on 16-bit matrices."""
+    tf32_flops: float | None
+    """``None`` before Ampere."""
+    fp32_flops: float
+    bandwidth_bytes_per_second: float
+    multiprocessors: int
+    power_watts: int
+    """Power limit of the board."""
+    source: str
+    link: Link | None = PCIE_4
+    """``None`` where several GPUs are not put into one host. Bridges that are sold apart are left out."""
+
+    @property
+    def sums_at_half_rate(self) -> bool:
+        """Whether tensor cores accumulate in float32 at half their rate, as GeForce cards since Ampere and the L40 do.
+
+        Their 16-bit rate is then twice that of float32, where other chips have four times or more.
+        """
+        return self.half_flops < 3 * self.fp32_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """Those properties of a GPU that determine the memory of a training step on it."""
+
+    capability: tuple[int, int] = (9, 0)
+    multiprocessors: int = 132
+    threads_per_multiprocessor: int = 2048
+    name: str = "H200"
+    memory_bytes: int | None = None
+    rates: Rates | None = None
+    """``None`` where no specification gives them: speed is then not predicted."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the cuBLAS workspace of one thread."""
+        return _LARGE_WORKSPACE_BYTES if self.capability[0] in _LARGE_WORKSPACE_MAJORS else _WORKSPACE_BYTES
+
+    @property
+    def has_flash_attention(self) -> bool:
+        """Whether torch has its own flash attention kernel for this GPU: Ampere or newer (sdp_utils.cpp)."""
+        return self.capability >= (8, 0)
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Precisions that the GPU computes natively."""
+        return precisions_of(self.capability)
+
+    def decisive(self) -> Chip:
+        """Return the chip without name, memory and rates, which do not change how many bytes a step allocates."""
+        return Chip(self.capability, self.multiprocessors, self.threads_per_multiprocessor)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a machine was measured to do. Rates of matrix products are by kind: ``half``, ``tf32``, ``fp32``."""
+
+    product_size: int
+    """Rows, columns and inner dimension of the products."""
+    product_flops: dict[str, float]
+    bytes_per_second: float | None
+    kernel_seconds: float
+    dispatch_seconds: float
+    collectives: dict[str, Collective] = field(default_factory=dict)
+    """By the name of the field of ``Link``; empty for one GPU."""

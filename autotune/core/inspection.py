@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Precision
-from autotune.core.chip import Calibration, Chip
 from autotune.core.code_interface import CodeInterface
+from autotune.core.device import Calibration, Chip
 from autotune.core.messages import Problem
 from autotune.core.prediction import TracedStep
 from autotune.core.workload import DTypeName

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from autotune.core.outcome import Effort
 from autotune.core.statistics import Estimate, estimate_mean
+
+ACCEPT_NOISE_VARIABLE = "AUTOTUNE_ACCEPT_NOISE"
+
+
+def accepts_noise() -> bool:
+    """Return whether the user accepts measurements on a busy machine, by an environment variable."""
+    return os.environ.get(ACCEPT_NOISE_VARIABLE) == "1"
+
 
 LEAST_CORE_WAIT = 0.1
 """A trial that waits for cores for less of its time is no more than noisy. A quiet machine shows 0 to 3 %. A choice."""

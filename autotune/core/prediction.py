@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from autotune.core.candidate import Arm
-from autotune.core.chip import Chip
-from autotune.core.device import Precision
+from autotune.core.device import Chip, Precision
 
 _HALF = ("float16", "bfloat16")
 
@@ -55,7 +54,7 @@ class TracedStep:
 
     arm: Arm
     step: str
-    """See ``autotune.worker.fake.scaling``."""
+    """See ``autotune.worker.fake.memory``."""
 
 
 @dataclass(frozen=True, slots=True)

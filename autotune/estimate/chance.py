@@ -13,8 +13,7 @@ from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, Tried
 from autotune.estimate.speed_model import below
 from autotune.space.arms import levers_of, memory_class, needs_at_least, without
-from autotune.space.levers import PRIORS
-from autotune.space.precision_names import HALF
+from autotune.space.levers import HALF, PRIORS
 
 _COMPILED_FAILS, _LEVER_FAILS, _ARM_FAILS, _CANDIDATE_FAILS, _LIMITED = 0.1, 0.02, 0.1, 0.03, 0.05
 """How likely what compiles or captures cannot run with a training, another lever, an arm, a single candidate, all

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from autotune.core.chip import PCIE_4, Calibration, Chip, Rates
-from autotune.core.device import Precision
+from autotune.core.device import PCIE_4, Calibration, Chip, Precision, Rates
 from autotune.core.prediction import Operation, Operations, amount_at
 
 
@@ -272,7 +271,7 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
     if measured is None or rates is None:
         return chip
     if measured.collectives:
-        rates = replace(rates, link=replace(rates.link or PCIE_4, **cast(dict[str, Any], measured.collectives)))
+        rates = replace(rates, link=replace(rates.link or PCIE_4, **cast("dict[str, Any]", measured.collectives)))
         chip = replace(chip, rates=rates)
     if chip.name.lower() == FITTED_CHIP:
         return chip

@@ -9,7 +9,7 @@ from functools import partial
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork, spare_bytes
 from autotune.space.arms import arm_that_computes, as_asked, is_traced, needs_at_least, predicted_from, prediction_class

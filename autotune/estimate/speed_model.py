@@ -30,8 +30,8 @@ from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, sha
 from autotune.estimate.history import History, Tried
 from autotune.estimate.step_time import StepTime
 from autotune.space.arms import compiles, levers_of, without
-from autotune.space.dataloader import plain_loader, waits_for_data
 from autotune.space.levers import BY_NAME, PRIORS
+from autotune.space.space import plain_loader, waits_for_data
 
 Floats = NDArray[np.float64]
 

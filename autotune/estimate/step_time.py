@@ -18,8 +18,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Literal
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.chip import Chip, Link, Rates
-from autotune.core.device import Precision
+from autotune.core.device import Chip, Link, Precision, Rates
 from autotune.core.errors import InvalidRequestError
 from autotune.core.prediction import Operations
 from autotune.estimate.gpu_time import EFFICIENCIES, FITTED_CHIP, GpuModel, GpuTime, gpu_time

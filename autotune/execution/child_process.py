@@ -1,4 +1,4 @@
-"""Run a module in a child process: write lines to it, read its lines, wait for its end, or end it."""
+"""Run a module in a child process: its environment, the lines that it reads and writes, how it ended."""
 
 from __future__ import annotations
 
@@ -10,11 +10,83 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from typing import IO
 
 from autotune.core.candidate import Document
+from autotune.core.device import CAPABILITY_VARIABLE
+from autotune.core.errors import TrainingSourceError
+from autotune.core.messages import Answer, Problem
+from autotune.core.outcome import Failed, Outcome, outcome_from_document
 from autotune.core.pipes import LineReader, wait_until_ready, write_all
+from autotune.core.placement import Placement, rank_log
+from autotune.core.scratch import keep_compiled
+from autotune.core.units import lines_with_words
+
+# Left in place by torchrun, accelerate launch, MPI and Slurm wrappers; any of them makes the
+# Trainer believe that it is one of several ranks (accelerate.utils.get_int_from_env looks for them).
+_DISTRIBUTED = frozenset(
+    {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "ROLE_RANK",
+        "NODE_RANK",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    }
+)
+_DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_", "FSDP_",
+                         "PARALLELISM_CONFIG_")  # fmt: skip
+# What is autotune's own stays with the process that searches: tokens, and addresses of databases with their passwords.
+_OWN_PREFIX = "AUTOTUNE_"
+_RAY_TOKENS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
+
+
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables without credentials of autotune's service, database or cluster."""
+    return {
+        name: value for name, value in variables.items() if name not in _RAY_TOKENS and not name.startswith(_OWN_PREFIX)
+    }
+
+
+def server_environment(
+    placement: Placement, current: Mapping[str, str], *, offline: bool, own_code: bool = False
+) -> dict[str, str]:
+    """Return the environment for a server that runs trials only on the devices of ``placement``.
+
+    It contains no credentials of autotune's service, database or cluster. ``offline`` stops the hub client from
+    unneeded network requests; ``own_code`` keeps variables that the user's own code may depend on.
+    """
+    environment = {
+        name: value
+        for name, value in without_secrets(current).items()
+        if name not in _DISTRIBUTED and not name.startswith(_DISTRIBUTED_PREFIXES)
+    }
+    # By UUID, since CUDA and NVML count devices differently; -1 is what CUDA reads as "none".
+    environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.uuids) if placement.kind == "cuda" else "-1"
+    # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if placement.ranks > 1:
+        # As torchrun sets it for several processes on a host; read when OpenMP is loaded, before any fork.
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    if not own_code:
+        environment["TOKENIZERS_PARALLELISM"] = "false"
+    capability = placement.device.capability
+    if capability is not None:
+        environment[CAPABILITY_VARIABLE] = ".".join(map(str, capability))
+    # What this process can import; an empty entry means its working directory.
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    keep_compiled(environment)
+    if offline:
+        environment["HF_HUB_OFFLINE"] = "1"
+    return environment
+
 
 # Tests replace ``Popen``: to start another program, or to fork from an interpreter that has imported torch.
 
@@ -122,3 +194,85 @@ class ChildProcess:
         if self.reports.fd >= 0:
             os.close(self.reports.fd)
             self.reports.fd = -1
+
+
+def tail(path: str | Path, lines: int = 3) -> str:
+    """Return the last non-empty lines of a log, joined; an empty string without a log."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 8192))
+            text = log.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return " | ".join(lines_with_words(text)[-lines:])
+
+
+def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path: Path, timeout_seconds: float) -> None:
+    """Raise ``TrainingSourceError`` where the user's own code did not reach its training.
+
+    ``problem`` is the inspection's explanation.
+    """
+    if problem is not None:
+        message, hint = problem.message, problem.hint
+    elif answer.result is not None or answer.lost or answer.refused is not None:
+        return
+    elif answer.timed_out:
+        message = f"{name} had not begun to train after {timeout_seconds:.3g} s"
+        hint = "give it more time with --trial-timeout"
+    elif answer.signal:
+        message, hint = f"{name} was killed by {_signal_name(answer.signal)} before it trained", ""
+    else:
+        message = f"{name} ended its process before it trained"
+        hint = "it has to train in the process that it is started as, not in one in the background"
+    log_path = Path(rank_log(str(log_path), answer.rank or 0))
+    last = tail(log_path)
+    where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
+    raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))
+
+
+def how_it_ended(answer: Answer, log_path: str) -> str:
+    """Return in a few words how a process without a result ended."""
+    if answer.refused is not None:
+        return answer.refused
+    if answer.overdue:
+        return "the trial server did not answer"
+    if answer.lost:
+        return "the trial server died"
+    if answer.timed_out:
+        return "it was still at work when its time limit was over"
+    if answer.signal:
+        return f"killed by {_signal_name(answer.signal)}"
+    last = tail(rank_log(log_path, answer.rank or 0))
+    return f"its process ended with exit code {answer.exit_code}{f'; its last words: {last}' if last else ''}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def outcome_of(answer: Answer, timeout_seconds: float, log_path: str) -> Outcome:
+    """Return the outcome of a job from its process's answer, else from how the process ended."""
+    if answer.result is not None:
+        try:
+            return outcome_from_document(answer.result)
+        except ValueError as error:
+            return Failed("malformed", str(error))
+    during = answer.during
+    if answer.refused is not None:
+        return Failed("error", answer.refused, during)
+    if answer.timed_out:
+        return Failed("timeout", f"stopped after the time limit of {timeout_seconds:.3g} s", during)
+    if answer.lost:
+        return Failed("lost", "the trial server died during the trial", during)
+    # Of several ranks: the one that failed first.
+    rank = f"rank {answer.rank}: " if answer.rank is not None else ""
+    if answer.signal:
+        hint = ", perhaps by the kernel for want of host memory" if answer.signal == signal.SIGKILL else ""
+        return Failed("killed", f"{rank}killed by {_signal_name(answer.signal)}{hint}", during)
+    if answer.malformed is not None:
+        return Failed("malformed", f"{rank}not a result: {answer.malformed!r}", during)
+    return Failed("error", rank + how_it_ended(answer, log_path), during)

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autotune.core.candidate import Candidate
-from autotune.core.jobs import Job, TrialWork
-from autotune.core.messages import Answer, Progress
+from autotune.core.messages import Answer, Job, Progress, TrialWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
 from autotune.devices.host import oom_kills
-from autotune.execution.process_outcome import outcome_of
+from autotune.execution.child_process import outcome_of
 from autotune.execution.trial_server import TrialServer
 
 

@@ -12,15 +12,13 @@ from typing import Protocol
 
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError
-from autotune.core.measured_steps import LEAST_CORE_WAIT
+from autotune.core.measured_steps import LEAST_CORE_WAIT, accepts_noise
 from autotune.core.messages import Progress
-from autotune.core.noise import accepts_noise
 from autotune.core.outcome import HOST_BOUND, Completed, Failed, Outcome, OutOfMemory
 from autotune.core.placement import Placement
 from autotune.core.units import format_bytes
-from autotune.devices.condition import Condition
 from autotune.devices.lock import Mark, Presence, had_company
-from autotune.devices.nvml import current_session, device_condition
+from autotune.devices.nvml import Condition, current_session, device_condition
 from autotune.execution.executor import Executor, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.

@@ -10,34 +10,35 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from autotune.core.dataset_folder import HeldData, hold_data
+from autotune.core.code_interface import Protection, ProtectionKind
+from autotune.core.dataset_spec import HeldData, hold_data
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer
-from autotune.core.jobs import DataWork, InspectionWork, Job, Work
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Answer,
     DataAnswer,
+    DataWork,
     Ended,
+    InspectionWork,
+    Job,
     MalformedLine,
     Progress,
     ProgressLine,
     ResultLine,
     ServerLine,
+    Work,
 )
 from autotune.core.placement import Placement
 from autotune.core.prediction import ArmsToTrace, PredictionWork
-from autotune.core.protection import Protection, ProtectionKind
 from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.core.schema import decode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.workload import Workload
-from autotune.execution.gpu_inspection import GpuInspection, merged
-from autotune.execution.process_outcome import check_own_code, how_it_ended, tail
-from autotune.execution.protection import find_protection
-from autotune.execution.server_process import ServerProcess
-from autotune.execution.warm_server import WarmServer
+from autotune.execution.child_process import check_own_code, how_it_ended, tail
+from autotune.execution.oneshot import GpuInspection, find_protection, merged
+from autotune.execution.server_process import ServerProcess, WarmServer
 from autotune.models.dataset_files import check_unchanged
 
 # The server ends a job at its time limit; the controller stops waiting for the server a little later.

@@ -21,8 +21,13 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.host_name import OWN_NAMES, host_name
-from autotune.results.dashboard_private import frozen_study, id_of_trial, set_dashboard_fields
-from autotune.results.optuna_trials import TRIAL_ID_ATTRIBUTE, frozen_trials
+from autotune.results.optuna_trials import (
+    TRIAL_ID_ATTRIBUTE,
+    frozen_study,
+    frozen_trials,
+    id_of_trial,
+    set_dashboard_fields,
+)
 from autotune.store.opening import open_store
 from autotune.store.records import StudyRecord
 from autotune.store.repository import Store

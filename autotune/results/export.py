@@ -223,7 +223,7 @@ def make_export(report: Report) -> Export:
             arguments |= linked_fields(arguments)  # type: ignore[typeddict-item]
         exported = arguments if is_own else arguments | evaluation_arguments(best.candidate)
         if rehearsal is not None and rehearsal.evaluation is not None:
-            exported |= cast(TunedArguments, rehearsal.evaluation.settings)
+            exported |= cast("TunedArguments", rehearsal.evaluation.settings)
     else:
         exported = own_arguments(source, best.candidate)
     return Export(

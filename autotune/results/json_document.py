@@ -10,10 +10,9 @@ from autotune.core.candidate import Arm, Document
 from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
 from autotune.core.schema import encode, make_record, record_fields, with_version
-from autotune.core.stop import LeftOut, StopReason
 from autotune.results.report import Report
 from autotune.results.study_view import StudyView, TrialView
-from autotune.store.records import Stage, StudyState, TrialState
+from autotune.store.records import LeftOut, Stage, StopReason, StudyState, TrialState
 
 _CANDIDATE = (("per_device_train_batch_size", int), ("gradient_accumulation_steps", int), *record_fields(Arm))
 # The fields of a measurement that are printed under their own names.

@@ -1,6 +1,8 @@
-"""Say in Optuna's words what a trial was: its state, value, constraint, parameters and attributes.
+"""Say in Optuna's words what a trial was, and in those of its dashboard: state, value, constraint, parameters, number.
 
 Samplers are told of trials so, and the dashboard shows them so. autotune's tables have the only record.
+
+``tests/contracts`` checks them against the installed versions.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.study import StudyDirection
+from optuna.study._frozen import FrozenStudy
 from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
@@ -124,3 +128,30 @@ def _attributes(candidate: Candidate, outcome: Outcome | None) -> dict[str, floa
     elif isinstance(outcome, OutOfMemory) and outcome.peak_reserved_bytes is not None:
         attributes["peak_reserved_gib"] = outcome.peak_reserved_bytes / GIB
     return attributes
+
+
+CONSTRAINTS_KEY = "constraints"
+"""The trial's system attribute in which the dashboard looks for constraints (``_serializer.CONSTRAINTS_KEY`` in 0.20
+and 0.21). It does not know those that ``Trial.set_constraint`` sets."""
+METRIC_NAMES_KEY = "study:metric_names"
+"""The study's system attribute that ``Study.set_metric_names`` writes (``optuna.study.study._SYSTEM_ATTR_METRIC_NAMES``
+in Optuna 5)."""
+
+
+def frozen_study(number: int, study: StudyRecord) -> FrozenStudy:
+    """Return a study as Optuna's ``FrozenStudy``, with the name of its objective."""
+    name = OBJECTIVE_NAMES[study.request.get("objective", "throughput")]
+    attributes: dict[str, Any] = {METRIC_NAMES_KEY: [name]}
+    return FrozenStudy(study.name, StudyDirection.MAXIMIZE, {}, attributes, number)
+
+
+def set_dashboard_fields(trial: FrozenTrial, number: int) -> None:
+    """Set a trial's number in the storage, and copy its constraints to the attribute that the dashboard reads."""
+    trial._trial_id = number
+    if trial.constraints:
+        trial.system_attrs[CONSTRAINTS_KEY] = list(trial.constraints.values())
+
+
+def id_of_trial(trial: FrozenTrial) -> int:
+    """Return the number of a trial in the storage."""
+    return trial._trial_id

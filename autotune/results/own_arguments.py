@@ -8,7 +8,7 @@ from typing import Any, TypedDict, cast
 from autotune.core.candidate import Candidate
 from autotune.core.loop import FIELDS, loop_arguments
 from autotune.core.training_source import TrainingSource
-from autotune.space import precision_names
+from autotune.space.levers import ACCELERATE, LIGHTNING
 
 # By what the code trains with: the names of batch, accumulation, precision and checkpointing there, and of what loads
 # its data. A LoopConfig has nothing of the last.
@@ -46,9 +46,9 @@ _NAMES: dict[str, dict[str, str]] = {
     },
 }
 _PRECISIONS = {
-    "accelerate": precision_names.ACCELERATE,
-    "fabric": precision_names.LIGHTNING,
-    "lightning": precision_names.LIGHTNING,
+    "accelerate": ACCELERATE,
+    "fabric": LIGHTNING,
+    "lightning": LIGHTNING,
 }
 
 
@@ -79,7 +79,7 @@ def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
         values["precision"] = _PRECISIONS[kind][candidate.arm.precision]
     taken = {names[what]: value for what, value in values.items() if what in source.interface.searched}
     taken |= {names[what]: value for what, value in _loading(candidate).items() if what in names}
-    return cast(OwnArguments, taken)
+    return cast("OwnArguments", taken)
 
 
 def _loading(candidate: Candidate) -> dict[str, int]:

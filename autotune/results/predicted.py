@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.schema import decode, make_record, record_fields
 from autotune.core.workload import Workload
-from autotune.devices.gpus import CHECKED_AGAINST
-from autotune.devices.prices import Prices
+from autotune.devices.gpus import CHECKED_AGAINST, Prices
 from autotune.estimate.advice import Offer, pareto_front, rank, sort_offers
 from autotune.estimate.step_time import Limiter, StepTime
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autotune.core.units import format_bytes, format_rate
 from autotune.core.workload import Workload
-from autotune.devices.prices import Prices
+from autotune.devices.gpus import Prices
 from autotune.estimate.advice import Offer, pareto_front, rank, sort_offers
 from autotune.results.cells import batch_cell, narrow_table_lines, table_lines
 from autotune.results.predicted import ArmView, BatchView, GpuView

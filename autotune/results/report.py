@@ -12,7 +12,7 @@ from autotune.core.candidate import Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts
 from autotune.core.errors import StorageError, TooNoisyError
-from autotune.core.noise import accepts_noise
+from autotune.core.measured_steps import accepts_noise
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource, read_source
@@ -21,8 +21,7 @@ from autotune.estimate.history import History, ran_in_full
 from autotune.estimate.noise import too_noisy
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed, Tried, deviations
 from autotune.store.engine import damaged
-from autotune.store.records import StudyRecord, StudySummary, TrialRecord
-from autotune.store.repeats import Repeats
+from autotune.store.records import Repeats, StudyRecord, StudySummary, TrialRecord
 from autotune.store.repository import Store
 
 

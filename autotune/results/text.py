@@ -7,9 +7,8 @@ from autotune.core.outcome import Completed
 from autotune.core.units import format_bytes, format_rate, format_seconds, format_spread, is_lopsided
 from autotune.estimate.pooling import Speed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell, verdict_cell
-from autotune.results.expert import computed_in
 from autotune.results.report import Report
-from autotune.results.study_view import BestView, StudyView, TrialView
+from autotune.results.study_view import BestView, StudyView, TrialView, computed_in
 
 
 def report_lines(report: Report) -> list[str]:

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autotune.core.candidate import Document
-from autotune.core.compiler_cache import keep_compiled
 from autotune.core.errors import InvalidRequestError
-from autotune.core.masking import masked_options
 from autotune.core.real_training import VARIABLE, Promise, RealTraining, WatchedRun
 from autotune.core.schema import decode, encode
-from autotune.core.training_source import TrainingSource, find_script
+from autotune.core.scratch import keep_compiled
+from autotune.core.training_source import TrainingSource, find_script, masked_options
 from autotune.core.units import plural
-from autotune.results.expert import utilization
 from autotune.results.export import Export, apply_call, made_by_hand, make_export
 from autotune.results.report import Report
+from autotune.results.study_view import utilization
 from autotune.space.arms import applied_settings
 
 _MODULE = "autotune.worker.user.real_training"

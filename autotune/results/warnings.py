@@ -7,13 +7,12 @@ import math
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
-from autotune.core.stop import StopReason
 from autotune.core.units import format_bytes, format_deviation, format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
 from autotune.results.report import Report, data_facts, measurement
 from autotune.space.arms import changed, levers_of, without
 from autotune.space.levers import LEVERS
-from autotune.store.records import TrialRecord
+from autotune.store.records import StopReason, TrialRecord
 
 # Half-width of the next run's speed, relative, above which a note says so. A choice.
 _WIDE_PROMISE = 0.1

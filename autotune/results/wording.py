@@ -7,14 +7,13 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts, DataSpec, describe_packing
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.schema import decode
-from autotune.core.stop import StopReason
 from autotune.core.units import GIB, format_bytes, format_rate, format_seconds, plural
 from autotune.core.workload import Workload
 from autotune.estimate.bottleneck import DATA_BOUND, what_limits
 from autotune.estimate.pooling import Speed
 from autotune.results.report import Report, measurement
-from autotune.space.dataloader import waits_for_data
-from autotune.store.records import StudyRecord, TrialRecord
+from autotune.space.space import waits_for_data
+from autotune.store.records import StopReason, StudyRecord, TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0
 _NOTICEABLE_SHARE = 0.1

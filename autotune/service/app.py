@@ -1,29 +1,31 @@
-"""Put the HTTP API together: routes, access rules, errors as problem documents, and the guard around them."""
+"""Put the HTTP API together: routes, access rules, errors as problem documents, guard, Optuna's dashboard beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Collection
+from typing import Any
 
+from a2wsgi import WSGIMiddleware
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, RedirectResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from autotune import __version__
 from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceError
-from autotune.service.access import Access
+from autotune.results.dashboard import DashboardStorage, app_over
+from autotune.service.access import DASHBOARD_PATHS, Access, Guard, access_of
 from autotune.service.feeds import Feeds
-from autotune.service.guard import Guard
 from autotune.service.openapi import describe_api
 from autotune.service.predictions import Predict, Predictions
 from autotune.service.problems import MEDIA_TYPE, problem_document
-from autotune.service.routes import health, predictions, verifications
-from autotune.service.routes import searches as searches_routes
+from autotune.service.routes import Health, router
 from autotune.service.searches import Searches
+from autotune.store.repository import Store
 
 
 def problem_response(error: AutotuneError) -> JSONResponse:
@@ -90,13 +92,42 @@ def make_app(
     app.openapi = functools.cache(lambda: describe_api(app))  # type: ignore[method-assign]
     app.state.searches = searches
     app.state.predictions = Predictions(predict, searches.data_folders)
-    app.state.health = health.Health(searches)
+    app.state.health = Health(searches)
     app.state.access = Access(searches)
     app.state.feeds = Feeds(searches, app.state.access)
     for kind in (AutotuneError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
-    for router in (health.router, searches_routes.router, predictions.router, verifications.router):
-        app.include_router(router)
+    app.include_router(router)
     if extend is not None:
         extend(app)
     return Guard(app, names, around=around)
+
+
+class WithDashboard:
+    """An ASGI application that hands the dashboard's paths on to it, and all others to the service."""
+
+    def __init__(self, app: FastAPI, store: Store) -> None:
+        self._app = app
+        self._store = store
+        self._dashboard: Any = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request: the dashboard's paths by the dashboard, others by the service."""
+        if scope["type"] != "http" or not scope["path"].startswith(DASHBOARD_PATHS):
+            await self._app(scope, receive, send)
+            return
+        request = Request({**scope, "app": self._app})
+        try:
+            token = await access_of(request).identify(request)
+        except ServiceError as error:
+            await problem_response(error)(scope, receive, send)
+            return
+        if token is None:
+            await RedirectResponse("/", 303)(scope, receive, send)
+            return
+        if self._dashboard is None:
+            made: Any = await run_in_threadpool(lambda: app_over(DashboardStorage(self._store), way_back="/"))
+            self._dashboard = WSGIMiddleware(made)
+        # The guard has checked the name already; the dashboard knows those of this machine alone.
+        headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        await self._dashboard({**scope, "headers": [*headers, (b"host", b"localhost")]}, receive, send)

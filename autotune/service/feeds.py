@@ -223,6 +223,6 @@ class Feeds:
 
 def feeds_of(request: Request) -> Feeds:
     """Return the application's feeds. Raises ``ServiceError`` where the number of listeners is at its limit."""
-    feeds = cast(Feeds, request.app.state.feeds)
+    feeds = cast("Feeds", request.app.state.feeds)
     feeds.check_room()
     return feeds

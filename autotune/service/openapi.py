@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -15,18 +15,121 @@ from autotune.core.options import BY_NAME
 from autotune.core.schema import json_schemas
 from autotune.results.json_document import StudyDocument, candidate_type, trial_type
 from autotune.results.predicted import AdviceDocument, PredictionDocument, arm_prediction_type, best_prediction_type
-from autotune.service.documents import (
-    DevicesDocument,
-    FailureDocument,
-    HealthDocument,
-    ProblemDocument,
-    SearchDocument,
-    SearchesDocument,
-)
-from autotune.service.predictions import NAMES
+from autotune.service.predictions import NAMES, Command
 from autotune.service.problems import MEDIA_TYPE
 from autotune.service.requests import OPTION_NAMES
+from autotune.store.queue import JobState
 from autotune.verify.throughput import VerificationDocument
+
+
+class ProblemDocument(TypedDict):
+    """What is wrong with a request (RFC 9457), with the exit code that the command would end with."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    hint: str
+    exit_code: int
+
+
+class FailureDocument(TypedDict):
+    """Why a search failed."""
+
+    exit_code: int
+    message: str
+    hint: str
+
+
+class NeedsDocument(TypedDict):
+    """What a search needs of a machine; ``null`` leaves it open."""
+
+    device_kind: str | None
+    gpu: str | None
+    memory_bytes: int | None
+    count: int
+
+
+class PlaceDocument(TypedDict):
+    """Where a search runs, or ran last."""
+
+    host: str
+    kind: NotRequired[str]
+    name: NotRequired[str]
+    uuids: NotRequired[list[str]]
+
+
+class StatusDocument(TypedDict):
+    """What runs now, in words."""
+
+    running: str
+    best: NotRequired[str]
+    waits_for: NotRequired[str]
+
+
+class LinksDocument(TypedDict):
+    """Where more of a search is."""
+
+    self: str
+    events: str
+    trials: str
+    report: str
+    export: str
+    page: str
+
+
+class SearchDocument(TypedDict):
+    """A search. ``waits_for`` says why one does not run yet, or what one that was started waits for."""
+
+    id: str
+    number: int
+    study: str
+    state: JobState
+    request: dict[str, Any]
+    needs: NeedsDocument
+    priority: int
+    waits_for: str | None
+    cancel_asked: bool
+    device: PlaceDocument | None
+    attempts: int
+    status: StatusDocument | None
+    problem: FailureDocument | None
+    submitted_by: str
+    submitted_at: str
+    started_at: str | None
+    ended_at: str | None
+    links: LinksDocument
+
+
+class SearchesDocument(TypedDict):
+    """Searches, the newest first."""
+
+    searches: list[SearchDocument]
+
+
+class DeviceDocument(TypedDict):
+    """A device, and what runs on it; besides these fields those of ``autotune devices --json``."""
+
+    host: str
+    label: str
+    name: str
+    kind: str
+    uuid: str
+    search: str | None
+    study: str | None
+
+
+class DevicesDocument(TypedDict):
+    """The devices on which searches run."""
+
+    devices: list[DeviceDocument]
+
+
+class HealthDocument(TypedDict):
+    """Whether the service works; ``degraded``: a device cannot be used now."""
+
+    status: Literal["ok", "degraded"]
+    version: str
 
 
 class TrialsDocument(TypedDict):
@@ -169,14 +272,9 @@ def search_body() -> Document:
     return _json_body({**body, "description": "The options of a search: model or code, and what else is to be set."})
 
 
-def prediction_body() -> Document:
-    """Return the schema of a request for a prediction."""
-    return _json_body({**_options_schema(NAMES["predict"]), "required": ["model"]})
-
-
-def advice_body() -> Document:
-    """Return the schema of a request for advice."""
-    return _json_body({**_options_schema(NAMES["advise"]), "required": ["model"]})
+def prediction_body(command: Command) -> Document:
+    """Return the schema of a request for what ``predict`` or ``advise`` prints."""
+    return _json_body({**_options_schema(NAMES[command]), "required": ["model"]})
 
 
 def verification_body() -> Document:

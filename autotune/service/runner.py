@@ -18,7 +18,7 @@ from typing import Any
 from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError, ServiceError, StorageError
-from autotune.core.owner import this_owner
+from autotune.core.placement import this_owner
 from autotune.engine.work import EVENTS, Code, Engine, Host, Message, Run, Work, WorkKind
 from autotune.service.change_events import ChangeEvents
 from autotune.service.requests import VERIFIES

@@ -23,10 +23,10 @@ from autotune.results.report import Report, load_report
 from autotune.results.study_view import trial_view
 from autotune.results.wording import rate_unit
 from autotune.service.change_events import ChangeEvents
-from autotune.service.documents import SearchDocument
-from autotune.service.listed_code import Listed
+from autotune.service.openapi import SearchDocument
 from autotune.service.requests import (
     VERIFIES,
+    Listed,
     Submission,
     VerificationSubmission,
     canonical,
@@ -205,7 +205,10 @@ class Searches:
         for job in new:
             line = ""
             if VERIFIES in job.request:
-                line = self._line_of_verification(job)
+                shown = (self.verification(job) or {}).get("verification") or {}
+                verdict = shown.get("verdict")
+                told = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
+                line = told.get(verdict, f"the promise is {verdict}") if verdict else ""
             elif job.study in known:
                 line = self._line_of_study(job)
             found[job.id] = line or "no result"
@@ -213,12 +216,6 @@ class Searches:
                 # What has none may have one later: a study that goes on.
                 self._result_lines[job.id] = line
         return found
-
-    def _line_of_verification(self, job: JobRecord) -> str:
-        shown = (self.verification(job) or {}).get("verification") or {}
-        verdict = shown.get("verdict")
-        told = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
-        return told.get(verdict, f"the promise is {verdict}") if verdict else ""
 
     def _line_of_study(self, job: JobRecord) -> str:
         report = self.report(job)
@@ -258,7 +255,7 @@ class Searches:
         times = {name: getattr(job, name) for name in ("submitted_at", "started_at", "ended_at")}
         links = {name: f"{path}/{name}" for name in ("events", "trials", "report", "export")}
         return cast(
-            SearchDocument,
+            "SearchDocument",
             {name: getattr(job, name) for name in _SHOWN}
             | {name: None if moment is None else moment.isoformat() for name, moment in times.items()}
             | {

@@ -20,12 +20,11 @@ import uvicorn
 from autotune.core.errors import InvalidRequestError
 from autotune.engine.local import LocalEngine
 from autotune.engine.work import Engine
-from autotune.service.app import make_app
-from autotune.service.dashboard import WithDashboard
-from autotune.service.limits import OncePerMinute, limited_protocol, raise_open_files
-from autotune.service.listed_code import read_listed_code
+from autotune.service.access import OncePerMinute, limited_protocol, raise_open_files
+from autotune.service.app import WithDashboard, make_app
 from autotune.service.pages import add_pages
 from autotune.service.predictions import Predict, PredictionProcess
+from autotune.service.requests import read_listed_code
 from autotune.service.runner import held
 from autotune.service.searches import Searches
 from autotune.store.engine import leave_syncing_to_checkpoints

@@ -16,7 +16,16 @@ from autotune.core.candidate import FSDP, STRATEGIES, Arm, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.workload import Task, Workload
 from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, is_state_known, optim_package
-from autotune.space.precision_names import HALF
+
+HALF: Mapping[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
+"""The dtype that a precision computes in, of those with 16 bits."""
+
+# TF32 is set through torch.
+ACCELERATE: dict[Precision, str] = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+LIGHTNING: dict[Precision, str] = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+OF_LIGHTNING: dict[str, Precision] = {name: precision for precision, name in LIGHTNING.items() if precision != "tf32"}
+"""Of Lightning's names; ``32-true`` is tf32 as well, where matrix products are."""
+
 
 Memory = Literal["peak", "reserved", "none"]
 """What of a trial's memory depends on a setting.

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from sqlalchemy import Connection, Engine, delete, select, update
 
 from autotune.core.errors import StorageError
-from autotune.core.owner import Owner
+from autotune.core.placement import Owner
 from autotune.store.engine import insert_if_absent, storage_errors, transaction
 from autotune.store.records import now
 from autotune.store.tables import LeaseRow

@@ -14,10 +14,16 @@ from sqlalchemy import Connection, Engine, inspect
 
 import autotune
 from autotune.core.errors import StorageError
-from autotune.core.private_files import private_opener
-from autotune.store.engine import LOCK_TIMEOUT_SECONDS, build_engine, choose_journal, storage_errors, transaction
+from autotune.core.scratch import private_opener
+from autotune.store.engine import (
+    LOCK_TIMEOUT_SECONDS,
+    build_engine,
+    choose_journal,
+    migration_lock,
+    storage_errors,
+    transaction,
+)
 from autotune.store.location import Location, on_network_file_system, resolve_location
-from autotune.store.postgres import migration_lock
 from autotune.store.records import new_id
 from autotune.store.repository import Store
 from autotune.store.tables import PREFIX, VERSION_TABLE

@@ -1,16 +1,58 @@
-"""Define the records of the database as frozen values, independent of its tables."""
+"""Define the records of the database, independent of its tables: why a search ended, which trials are run again."""
 
 from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Literal
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.look import Look
-from autotune.core.outcome import Outcome
-from autotune.core.stop import LeftOut, StopReason
+from autotune.core.outcome import TRANSIENT, Completed, Failed, Outcome, OutOfMemory
+
+
+class StopReason(StrEnum):
+    """What ended a search."""
+
+    NOTHING_LEFT = "nothing_left"
+    """No remaining candidate was worth a trial."""
+    TRIALS = "trials"
+    """The budget of trials was spent."""
+    TIME = "time"
+    """The time budget was spent."""
+    NOTHING_NEW = "nothing_new"
+    """One of Optuna's samplers proposed nothing new, many times in a row."""
+    INTERRUPTED = "interrupted"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why a search ended."""
+
+    reason: StopReason
+    sentence: str
+    """The reason in words, with its figures."""
+
+
+NOTHING_LEFT = Stop(StopReason.NOTHING_LEFT, "no remaining candidate is worth a trial")
+INTERRUPTED = Stop(StopReason.INTERRUPTED, "interrupted")
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Arms that had no trial, for one reason."""
+
+    arms: tuple[str, ...]
+    """Each as ``Arm.describe`` names it, or ``all fp16`` for several that have it in common."""
+    reason: str
+
+    def describe(self) -> str:
+        """Return arms and reason: ``all fp16; tf32, checkpointing: fp16 is never faster than bf16``."""
+        return f"{'; '.join(self.arms)}: {self.reason}"
+
 
 StudyState = Literal["running", "finished", "interrupted"]
 Stage = Literal["search", "final", "baseline", "reused"]
@@ -107,3 +149,64 @@ class StudySummary:
     def trials(self) -> int:
         """Number of trials that were started, in any state."""
         return self.running + self.completed + self.out_of_memory + self.failed
+
+
+# An interruption is hardly ever caused by the candidate. One that crashes the machine must not be repeated forever.
+_MOST_INTERRUPTIONS = 10
+_MOST_FAULTS = 1
+# Repeats after a disturbance. A disturbed measurement is better than none, and some disturbances never end.
+_MOST_DISTURBANCES = 2
+_MOST_DISTURBANCES_IN_ALL = 10
+
+
+class Repeats:
+    """Takes a study's trials in order; the result is the same during the search and when read from the record."""
+
+    def __init__(self) -> None:
+        self._set_aside: dict[tuple[Candidate, str], list[TrialRecord]] = {}
+        self._owed: dict[Candidate, Stage] = {}
+        self._disturbances = 0
+        self.excused = 0
+        """Number of trials that do not count, neither for their candidate nor against a budget of trials."""
+
+    @property
+    def owed(self) -> list[tuple[Stage, Candidate]]:
+        """Candidates to run again before anything else."""
+        return [(stage, candidate) for candidate, stage in self._owed.items()]
+
+    def take(self, trial: TrialRecord) -> TrialRecord | None:
+        """Return the trial that counts for the candidate, this or an earlier one; ``None`` to run it again."""
+        kind = _kind(trial)
+        if kind is None:
+            self._owed.pop(trial.candidate, None)
+            return trial
+        before = self._set_aside.setdefault((trial.candidate, kind), [])
+        if len(before) >= _MOST[kind] or (kind == "disturbed" and self._disturbances >= _MOST_DISTURBANCES_IN_ALL):
+            self._owed.pop(trial.candidate, None)
+            # A disturbance slows a measurement down, so the fastest was disturbed least.
+            return max([trial, *before], key=_speed)
+        before.append(trial)
+        self._disturbances += kind == "disturbed"
+        self.excused += 1
+        self._owed.setdefault(trial.candidate, trial.stage)
+        return None
+
+
+_MOST = {"interrupted": _MOST_INTERRUPTIONS, "fault": _MOST_FAULTS, "disturbed": _MOST_DISTURBANCES}
+
+
+def _kind(trial: TrialRecord) -> str | None:
+    """Return why a trial that ended says nothing about its candidate; ``None`` for a valid trial."""
+    match trial.outcome:
+        case Failed(reason="interrupted"):
+            return "interrupted"
+        case Failed(reason=reason) if reason in TRANSIENT:
+            return "fault"
+        case Completed(disturbed=why, run_again=True) | OutOfMemory(disturbed=why) if why:
+            return "disturbed"
+    return None
+
+
+def _speed(trial: TrialRecord) -> float:
+    """Return the samples a second of a trial; 0 where it did not complete."""
+    return trial.outcome.measurement.samples_per_second if isinstance(trial.outcome, Completed) else 0.0

@@ -1,10 +1,14 @@
-"""Read and write the records: every method is one short transaction and returns plain values."""
+"""Read and write the records: every method is one short transaction and returns plain values.
+
+Importing this loads SQLAlchemy, but not Alembic.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,15 +17,14 @@ from sqlalchemy import Connection, Engine, Row, Select, Text, cast, delete, func
 from autotune.core.candidate import Candidate, Document
 from autotune.core.errors import StorageError, UnknownStudyError, did_you_mean
 from autotune.core.look import Look
-from autotune.core.outcome import Failed, Outcome, outcome_document, outcome_from_document
+from autotune.core.outcome import Completed, Failed, Outcome, outcome_document, outcome_from_document
 from autotune.core.schema import decode, encode
-from autotune.core.stop import LeftOut, StopReason
 from autotune.store.answers import Answers
-from autotune.store.engine import Syncing, insert_if_absent, storage_errors, transaction
+from autotune.store.engine import Syncing, build_engine, insert_if_absent, storage_errors, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
-from autotune.store.location import Location
+from autotune.store.location import Location, resolve_location
 from autotune.store.queue import Queue
-from autotune.store.records import PastTrial, StudyRecord, StudySummary, TrialRecord, new_id, now
+from autotune.store.records import LeftOut, PastTrial, StopReason, StudyRecord, StudySummary, TrialRecord, new_id, now
 from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, WorkloadRow
 
 # Set when the study is created. All other columns may change until it ends, and again when it is resumed.
@@ -81,20 +84,6 @@ class Store:
     def let_go(self) -> None:
         """Stop checking a lease before writes."""
         self._held = None
-
-    def _check_lease(self, connection: Connection, *, keeps: bool = False) -> None:
-        """Raise ``StorageError`` where this process has lost the lease of its study."""
-        if self._held is None:
-            return
-        study, token = self._held
-        lease = find_lease(connection, name_of_study(study), keeps=keeps)
-        if lease is None or lease.token != token:
-            by = f": {lease.describe()} has taken it over" if lease is not None else ""
-            raise StorageError(
-                f"the study {study!r} is no longer this search's{by}",
-                "this search was not heard of for too long and writes nothing more; autotune resume goes on with the "
-                "study once nobody searches it",
-            )
 
     # Workloads and environments
 
@@ -302,9 +291,21 @@ class Store:
 
     @contextmanager
     def _guarded(self) -> Iterator[Connection]:
-        """Open a transaction that writes records of the held study, and check its lease."""
+        """Open a transaction that writes records of the held study.
+
+        Raises ``StorageError`` where this process has lost the lease of that study.
+        """
         with self._transaction(writes=True) as connection:
-            self._check_lease(connection, keeps=True)
+            if self._held is not None:
+                study, token = self._held
+                lease = find_lease(connection, name_of_study(study), keeps=True)
+                if lease is None or lease.token != token:
+                    by = f": {lease.describe()} has taken it over" if lease is not None else ""
+                    raise StorageError(
+                        f"the study {study!r} is no longer this search's{by}",
+                        "this search was not heard of for too long and writes nothing more; autotune resume goes on "
+                        "with the study once nobody searches it",
+                    )
             yield connection
 
     @contextmanager
@@ -395,3 +396,50 @@ def _read_trials(connection: Connection, query: Select[Any]) -> list[TrialRecord
             f"the database holds a trial that this autotune cannot read ({error})",
             "upgrade autotune, or choose another file with --storage",
         ) from error
+
+
+@dataclass(frozen=True)
+class MeasuredTrial:
+    """A completed trial, with the name that the driver gives its GPU."""
+
+    id: str
+    device_name: str
+    candidate: Candidate
+    outcome: Completed
+
+
+def measured_trials(location: str, workload_fingerprint: str, lock_timeout_seconds: float) -> list[MeasuredTrial]:
+    """Return the completed trials of a workload on all GPUs, oldest first; none without a database.
+
+    Nothing is created or upgraded. Unreadable trials are left out. Raises ``StorageError`` where the database is
+    locked, damaged or of another kind.
+    """
+    place = resolve_location(location)
+    query = (
+        select(TrialRow.id, TrialRow.candidate, TrialRow.outcome, EnvironmentRow.document)
+        .join(WorkloadRow, WorkloadRow.id == TrialRow.workload_id)
+        .join(EnvironmentRow, EnvironmentRow.id == TrialRow.environment_id)
+        .where(
+            WorkloadRow.fingerprint == workload_fingerprint,
+            TrialRow.state == "completed",
+            TrialRow.stage != "reused",
+        )
+        .order_by(TrialRow.started_at)
+    )
+    if place.path is not None and not place.path.is_file():
+        return []
+    with storage_errors(place.label):
+        engine = build_engine(place, lock_timeout_seconds)
+        try:
+            with transaction(engine, writes=False) as connection:
+                rows = connection.execute(query).all()
+        finally:
+            engine.dispose()
+    trials = []
+    for trial_id, candidate, outcome, environment in rows:
+        with suppress(ValueError, KeyError, TypeError):
+            read = outcome_from_document(outcome)
+            if isinstance(read, Completed) and environment.get("device_kind") == "cuda":
+                name = str(environment["device_name"])
+                trials.append(MeasuredTrial(trial_id, name, Candidate.from_parameters(candidate), read))
+    return trials

@@ -14,15 +14,11 @@ from typing import TypeVar
 from accelerate.utils import AutocastKwargs
 from transformers import Trainer
 
-from autotune.training.batches import pad_to_multiples
-from autotune.training.division import divide_by_accumulation, withdraw_division
-from autotune.training.during import leave_out_cudnn_attention, leave_out_full_masks
-from autotune.training.errors import SettingUnavailableError as SettingUnavailableError
-from autotune.training.experts import choose_experts
-from autotune.training.float8 import multiply_in_float8
+from autotune.training.batches import SettingUnavailableError as SettingUnavailableError
+from autotune.training.batches import leave_out_cudnn_attention, leave_out_full_masks, pad_to_multiples
 from autotune.training.graphs import use_cuda_graphs
-from autotune.training.layers import checkpoint_some_layers, compile_layers
-from autotune.training.loss import fuse_loss
+from autotune.training.layers import checkpoint_some_layers, choose_experts, compile_layers, multiply_in_float8
+from autotune.training.loss import divide_by_accumulation, fuse_loss, withdraw_division
 from autotune.training.rows import join_samples
 from autotune.training.rows import pack as pack
 from autotune.training.sparse import predict_labelled_tokens
@@ -62,7 +58,7 @@ def apply(
     ``cuda_graphs``: launch each forward and backward pass as one CUDA graph. Raises ``SettingUnavailableError`` where a
     training does not allow one.
 
-    Whatever the settings, a loss is divided by the accumulation, see ``autotune.training.division``.
+    Whatever the settings, a loss is divided by the accumulation, see ``autotune.training.loss``.
     """
     withdraw_division(trainer)
     changes_model = fused_loss or sparse_prediction or float8 or experts_implementation is not None

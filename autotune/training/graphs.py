@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 from transformers import Trainer
 from transformers.utils import import_utils
 
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import SettingUnavailableError
 
 # Kernels are chosen, compiled and loaded in the first micro-steps of a shape, which a capture would not survive.
 # torch.cuda.make_graphed_callables runs three before it captures; with less than two, Triton kernels are not loaded.

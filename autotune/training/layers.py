@@ -1,4 +1,4 @@
-"""Compile the layers that repeat, each in place: one layer is compiled, and its code serves all. Checkpoint some only.
+"""Change how the layers of a model compute: compiled in place, some checkpointed, in FP8, the products of experts.
 
 Checkpointing drops a layer's activations after the forward pass and computes them again in the backward pass. A layer
 that is left out keeps them. Memory between none and all layers is what a GPU with some memory left has to offer.
@@ -8,6 +8,10 @@ BERT-large took 12.3 s to its first step, and 8.1 s so; the steps after it were 
 transformers 5.17.0, 24 November 2026). It compiles a layer's checkpoint, too. Where a layer checkpoints as it is called
 (transformers before 5.23), what is compiled here is within its checkpoint: a GPT-2 with checkpoints compiles, which it
 did not, and QLoRA needs no more memory than eager, which was twice as much (same run).
+
+In FP8 activations and weights are rounded to e4m3 and gradients to e5m2, each tensor with a scale of its own, for the
+product alone (Micikevicius et al. 2022, FP8 Formats for Deep Learning); weights stay as they are. This is another
+numeric.
 """
 
 from __future__ import annotations
@@ -23,8 +27,7 @@ from torch.fx.experimental import _config as symbolic_shapes
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from autotune.training.batches import stock_settings
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import SettingUnavailableError, stock_settings, without_adapters
 
 
 def flagged_within_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
@@ -184,3 +187,53 @@ def _without_count(compiled: Callable[..., Any]) -> Callable[..., Any]:
         return compiled(*args, **kwargs)
 
     return call
+
+
+# FP8 products need dimensions of whole multiples of this (torch._scaled_mm).
+_MULTIPLE = 16
+_LEAST_CAPABILITY = (8, 9)
+
+
+def _supports_float8(module: torch.nn.Module, _name: str) -> bool:
+    return isinstance(module, torch.nn.Linear) and not (
+        module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
+    )
+
+
+def multiply_in_float8(trainer: Trainer, **config: Any) -> None:
+    """Make the linear layers within a ``Trainer``'s repeated layers multiply in FP8. ``config`` is for torchao.
+
+    Embeddings and output layers, which lie outside, stay in 16 bits. Raises ``SettingUnavailableError`` where torchao
+    is not installed, the GPU has no FP8 units, or no layer has fitting dimensions.
+    """
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise SettingUnavailableError(f"FP8 needs torchao: {error}") from error
+    device = trainer.args.device
+    has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    if not config.get("emulate") and not has_units:
+        raise SettingUnavailableError(f"{device} has no FP8 units")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    layers = list(repeated_layers(model))
+    if not any(_supports_float8(module, "") for layer in layers for module in layer.modules()):
+        raise SettingUnavailableError(
+            f"no repeated layer of {type(model).__name__} has a torch.nn.Linear of multiples of {_MULTIPLE}"
+        )
+    for layer in layers:
+        convert_to_float8_training(layer, module_filter_fn=_supports_float8, config=Float8LinearConfig(**config))
+
+
+def choose_experts(trainer: Trainer, name: str) -> None:
+    """Set the implementation of a model's experts: ``grouped_mm``, ``batched_mm`` or ``eager``.
+
+    Raises ``SettingUnavailableError`` for a model without experts, or with a single implementation.
+    """
+    model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
+    kind = type(model).__name__
+    if not getattr(model, "_can_set_experts_implementation", lambda: False)():
+        raise SettingUnavailableError(f"this transformers has one way to compute the experts of {kind}, if it has any")
+    try:
+        model.set_experts_implementation(name)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise SettingUnavailableError(f"{kind} has no experts by {name}: {error}") from error

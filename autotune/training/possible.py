@@ -10,8 +10,7 @@ from accelerate.utils import send_to_device
 from transformers import Trainer
 
 from autotune.training import apply
-from autotune.training.batches import Loading
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import Loading, SettingUnavailableError
 from autotune.training.graphs import check_code
 
 SETTINGS: dict[str, Any] = {

@@ -23,15 +23,15 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from autotune.training.batches import (
     IGNORED,
+    SettingUnavailableError,
     change_batches,
     change_loader,
     check_undivided,
+    during_training,
     longest_position,
     padding_value,
     without_adapters,
 )
-from autotune.training.during import during_training
-from autotune.training.errors import SettingUnavailableError
 
 # Torch's kernel of flash attention for samples of several lengths in one row, as one operator that compilers and CUDA
 # graphs take as it is. ``torch.nn.attention.varlen`` calls the same kernel without dropout, and in some versions

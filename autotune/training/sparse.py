@@ -16,8 +16,13 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from autotune.training.batches import IGNORED, change_batches, check_undivided, without_adapters
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import (
+    IGNORED,
+    SettingUnavailableError,
+    change_batches,
+    check_undivided,
+    without_adapters,
+)
 
 POSITIONS = "predicted_positions"
 """What a batch calls the positions of its tokens with a label, counted over all samples."""

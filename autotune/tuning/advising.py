@@ -7,15 +7,13 @@ from typing import Any
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Document
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
-from autotune.core.chip import Chip
-from autotune.core.device import precisions_of
+from autotune.core.device import Chip, precisions_of
 from autotune.core.errors import InvalidRequestError, StorageError
 from autotune.core.prediction import Operations
 from autotune.core.schema import encode
 from autotune.core.units import format_bytes
 from autotune.core.workload import Workload
-from autotune.devices.gpus import ALIASES, CHIPS, TYPICAL_CONTEXT_BYTES, chip_of_device, find_chip
-from autotune.devices.prices import read_prices
+from autotune.devices.gpus import ALIASES, CHIPS, TYPICAL_CONTEXT_BYTES, chip_of_device, find_chip, read_prices
 from autotune.estimate.advice import Grades, Offer
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Pool, Tried
@@ -23,9 +21,9 @@ from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.results.predicted import advice_document
 from autotune.results.prediction_text import advice_lines, experts_line, grade_lines
 from autotune.space.arms import why_unpredictable
-from autotune.space.precision_names import HALF
+from autotune.space.levers import HALF
 from autotune.space.space import Batches
-from autotune.store.measured import measured_trials
+from autotune.store.repository import measured_trials
 from autotune.tuning.answer_cache import AnswerCache
 from autotune.tuning.options import build_workload, in_usual_dtype, with_effective_batch
 from autotune.tuning.predictions import batches_of, known_chips, of_ranks, predictions

@@ -62,7 +62,7 @@ def look_key(device: Device, workload: Workload, work: LookWork) -> str | None:
 
 
 def prediction_key(identity: PredictionWork, workload: Workload) -> str:
-    """Return the cache key of a prediction by ``autotune.worker.fake.predict``.
+    """Return the cache key of a prediction by ``autotune.worker.fake.step``.
 
     ``identity`` is the whole question about the workload, see ``autotune.estimate.memory.Question.identity``. Of a
     dataset only the lengths decide the memory of a step.

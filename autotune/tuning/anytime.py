@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.stop import LeftOut
 from autotune.core.units import format_seconds
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge
@@ -23,6 +22,7 @@ from autotune.estimate.speed_model import SpeedModel, extra_seconds
 from autotune.space.arms import changed, excluding, levers_of, with_lever, without
 from autotune.space.levers import BY_NAME, LEVERS, PRIORS, Lever, faster_precision
 from autotune.space.space import Space
+from autotune.store.records import LeftOut
 from autotune.tuning.policy import is_beaten, worth
 
 _MOST_SECONDS = 120.0

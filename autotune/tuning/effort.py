@@ -13,7 +13,7 @@ from autotune.core.statistics import CONFIDENCE
 from autotune.estimate.history import History
 from autotune.estimate.pooling import Tried
 from autotune.space.arms import compiles
-from autotune.space.dataloader import patience
+from autotune.space.space import patience
 from autotune.store.records import Stage
 from autotune.tuning.request import SearchRequest
 

@@ -23,8 +23,8 @@ from autotune.core.workload import Workload
 from autotune.devices.host import machine_id, processor_name
 from autotune.devices.nvml import current_session, gpu_policy
 from autotune.space.arms import packages_of
-from autotune.space.dataloader import usable_cores
 from autotune.space.features import library_versions, packages_of_workload, version_of
+from autotune.space.space import usable_cores
 
 _NOT_IN_KIND = frozenset({"training_arguments_fields", "device_uuid", "device_uuids", "device_label", "machine"})
 

@@ -178,7 +178,7 @@ def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]
     The store then refuses writes to records of studies once the lease is lost. Without ``wait``, a lease of another
     process is a ``StorageError``.
     """
-    from autotune.core.owner import this_owner
+    from autotune.core.placement import this_owner
     from autotune.store.leases import name_of_study, renewed
     from autotune.store.records import new_id
 

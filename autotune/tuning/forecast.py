@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.ceiling import Ceiling
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.messages import Answer
 from autotune.core.prediction import ArmsToTrace, PredictionAnswer, PredictionWork
 from autotune.core.schema import decode

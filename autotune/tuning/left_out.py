@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from autotune.core.candidate import Arm
-from autotune.core.stop import LeftOut
 from autotune.estimate.chance import Chances
 from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, speed_of
 from autotune.estimate.speed_model import SpeedModel
 from autotune.space.space import Space
+from autotune.store.records import LeftOut
 from autotune.tuning.policy import LEAST_CHANCE
 
 

@@ -20,7 +20,6 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of, source_of
 from autotune.core.placement import Placement
 from autotune.core.rehearsal import Rehearsal
-from autotune.core.stop import INTERRUPTED, NOTHING_LEFT, LeftOut, Stop, StopReason
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.feasibility import failed_without_verdict
@@ -32,7 +31,18 @@ from autotune.execution import Executor, TrialJob
 from autotune.results.report import deviations_before
 from autotune.results.wording import rate_unit
 from autotune.space.features import compiled_recomputes
-from autotune.store.records import Stage, StudyRecord, TrialRecord, new_id, now
+from autotune.store.records import (
+    INTERRUPTED,
+    NOTHING_LEFT,
+    LeftOut,
+    Stage,
+    Stop,
+    StopReason,
+    StudyRecord,
+    TrialRecord,
+    new_id,
+    now,
+)
 from autotune.store.repository import Store
 from autotune.tuning.effort import effort_of, timeout_seconds
 from autotune.tuning.environment import is_of_kind

@@ -16,9 +16,8 @@ from autotune.core.workload import DEFAULT_LORA_RANK, DTYPES, LORA_DEFAULTS, DTy
 from autotune.devices.listing import find_device, find_gpus
 from autotune.models.catalog import find
 from autotune.models.dataset_files import locate, tokenizer_content
-from autotune.models.quantization import with_quantize_alone
 from autotune.models.resolve import ModelSource, resolve_model
-from autotune.models.tasks import check_images_fit, choose_image_side, choose_seq_len, infer_task
+from autotune.models.tasks import check_images_fit, choose_image_side, choose_seq_len, infer_task, with_quantize_alone
 from autotune.space.features import segments_expand
 from autotune.tuning.allowed import check_request
 from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest, request_fields

@@ -14,12 +14,10 @@ from typing import Final, Literal
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.stop import NOTHING_LEFT, Stop, StopReason
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.history import History, Tried, ran_in_full
-from autotune.space.dataloader import next_loader
-from autotune.store.records import Stage, TrialRecord
-from autotune.store.repeats import Repeats
+from autotune.space.space import next_loader
+from autotune.store.records import NOTHING_LEFT, Repeats, Stage, Stop, StopReason, TrialRecord
 from autotune.tuning.anytime import Anytime, Idea, gain_given
 from autotune.tuning.policy import Policy, pinned, to_measure_again
 from autotune.tuning.prepare import Prepared

@@ -40,8 +40,7 @@ from autotune.results.predicted import (
 )
 from autotune.results.prediction_text import ACCURACY, FEW_BITS_SPEED, RANKS_ACCURACY, SPEED_ACCURACY
 from autotune.space.arms import is_predictable, why_unpredictable
-from autotune.space.dataloader import usable_cores
-from autotune.space.space import Space
+from autotune.space.space import Space, usable_cores
 from autotune.tuning.allowed import check_request
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
 from autotune.tuning.forecast import Forecast, Target, forecast_of, most_predictions

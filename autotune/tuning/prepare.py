@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import Ceiling
-from autotune.core.chip import Calibration, Chip
+from autotune.core.device import Calibration, Chip
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import Inspection, ModelFacts
 from autotune.core.lengths import Batching, SampleLengths, choose_multiple, shapes_of
@@ -17,10 +17,9 @@ from autotune.core.workload import BYTES_PER_ELEMENT
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.step_time import peak_flops
 from autotune.space.arms import levers_of
-from autotune.space.dataloader import usable_cores
 from autotune.space.features import FLASH_ATTENTION, is_compatible
 from autotune.space.levers import LENGTH_MULTIPLE, LEVERS, ROW_MULTIPLE, Training
-from autotune.space.space import Batches, Space, choose_arms
+from autotune.space.space import Batches, Space, choose_arms, usable_cores
 from autotune.tuning.allowed import check_inspected, check_machine
 from autotune.tuning.environment import describe_environment
 from autotune.tuning.own_code import batches_of, check_engine_fits, checkpointing_of, fit_to_own_code

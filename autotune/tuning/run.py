@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autotune.core.candidate import Document
+from autotune.core.code_interface import PROTECTED
 from autotune.core.dataset_spec import DataFacts, describe_lengths, describe_packing
 from autotune.core.errors import (
     DeviceError,
@@ -32,7 +33,6 @@ from autotune.core.errors import (
     TrialServerError,
 )
 from autotune.core.inspection import Inspection
-from autotune.core.protection import PROTECTED
 from autotune.core.schema import encode
 from autotune.devices.host import host_memory
 from autotune.devices.lock import Presence

@@ -18,9 +18,8 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError, StorageError
 from autotune.core.inspection import Software
-from autotune.core.masking import masked_options
 from autotune.core.outcome import Completed
-from autotune.core.training_source import TrainingSource
+from autotune.core.training_source import TrainingSource, masked_options
 from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
 from autotune.devices.listing import devices_of_ranks, find_device, list_devices

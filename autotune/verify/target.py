@@ -17,9 +17,9 @@ from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError, UnknownStudyError
 from autotune.core.outcome import Measurement
 from autotune.core.placement import Placement
+from autotune.core.real_training import StockWork
 from autotune.core.statistics import estimate_mean
 from autotune.core.units import format_rate, format_spread, is_lopsided
-from autotune.core.verification import StockWork
 from autotune.core.workload import Workload
 from autotune.devices.listing import devices_of_ranks, list_devices
 from autotune.results.export import Export, make_export

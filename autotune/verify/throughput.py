@@ -14,8 +14,8 @@ from typing import Any, Literal
 from autotune.core.ceiling import LARGE_GRADIENTS
 from autotune.core.dataset_spec import facts_in
 from autotune.core.errors import InvalidRequestError, PromiseMissedError, TrialServerError
+from autotune.core.real_training import RunState, StockResult
 from autotune.core.units import MIB, format_bytes, format_count, format_rate, format_seconds
-from autotune.core.verification import RunState, StockResult
 from autotune.estimate.pooling import replays_graphs
 from autotune.execution import TrialServer
 from autotune.execution.oneshot import run_fresh

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import AfterStep, Inspection, ModelFacts, Software
-from autotune.core.jobs import InspectionWork
+from autotune.core.messages import InspectionWork
 from autotune.core.workload import Workload
 from autotune.space.features import version_of
 from autotune.worker.checkpointing import outermost

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from autotune.core.candidate import group_size
-from autotune.core.chip import Calibration, Chip, Collective
+from autotune.core.device import Calibration, Chip, Collective
 from autotune.core.inspection import GpuFacts, GpuWork
 from autotune.worker.process import serve_one_job
 from autotune.worker.trial.meter import context_bytes

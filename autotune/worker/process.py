@@ -17,8 +17,8 @@ from typing import Any, Generic, NoReturn, TypeVar
 import psutil
 
 from autotune.core.pipes import LineReader, wait_until_ready
-from autotune.core.private_files import private_opener
 from autotune.core.schema import decode, encode
+from autotune.core.scratch import private_opener
 
 W = TypeVar("W")
 

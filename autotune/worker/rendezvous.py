@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from autotune.core.placement import RankDevices
 from autotune.devices.nvml import gpu_number
-from autotune.space.dataloader import usable_cores
 from autotune.space.features import offloading_threads
+from autotune.space.space import usable_cores
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ Both sides write lines of JSON. The controller writes to standard input: first t
     {"workload": {…} | null, "is_plain": true | false}
     {"job": {"id": …, "kind": "trial", "work": {…}, "workload": {…}, "log_path": …, "timeout_seconds": …}}
 
-``autotune.core.jobs`` describes the jobs, ``autotune.core.messages`` what comes back.
+``autotune.core.messages`` describes the jobs, and what comes back.
 
 The server writes to the file descriptor named on the command line. It sends ``ready`` or ``import_error`` once. For
 each job it sends ``started`` (with ``pids``, and ``folder``, which the server removes at the end), any number of
@@ -40,12 +40,14 @@ from typing import Any, NoReturn
 
 from autotune.core.errors import AutotuneError
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Adopted,
+    DataWork,
     Ended,
     ImportFailed,
+    InspectionWork,
+    Job,
     MalformedLine,
     Problem,
     ProgressLine,
@@ -53,6 +55,7 @@ from autotune.core.messages import (
     ResultLine,
     ServerLine,
     Started,
+    TrialWork,
 )
 from autotune.core.outcome import Failed, outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
@@ -472,7 +475,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     match job.work:
         case PredictionWork() as work:
             # Patches torch permanently, so it is imported only in this process.
-            from autotune.worker.fake.predict import predict
+            from autotune.worker.fake.step import predict
 
             send("result", predict(work, job.workload))
         case DataWork(folder):

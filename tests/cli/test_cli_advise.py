@@ -18,8 +18,7 @@ from autotune.core.outcome import Completed
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer
 from autotune.core.schema import decode
 from autotune.core.units import GIB
-from autotune.devices.gpus import CHIPS
-from autotune.devices.prices import EXAMPLES, read_prices
+from autotune.devices.gpus import CHIPS, EXAMPLES, read_prices
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.models.resolve import resolve_model
 from autotune.results.predicted import AdviceDocument, FittingOfferDocument, OfferDocument, PricesDocument

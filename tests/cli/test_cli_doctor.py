@@ -7,8 +7,8 @@ from pathlib import Path
 import warm
 from command_line import COLD, ROOT, Run, run_process
 
+from autotune.core.code_interface import PROTECTED
 from autotune.core.errors import NotReadyError
-from autotune.core.protection import PROTECTED
 
 LOOKED_AT = {"Python", "autotune", "memory", "cores", "disk", "torch", "compiler", "extras", "your files", "hub"}
 

@@ -19,7 +19,7 @@ from command_line import COLD, ROOT, Ran, Run, environment, run_process
 from test_cli_errors import check_error
 from texts import write_texts
 
-from autotune.space.dataloader import usable_cores
+from autotune.space.space import usable_cores
 
 OWN_CODE = ROOT / "tests" / "own_code"
 SCRIPT = ("python", str(OWN_CODE / "classify_texts.py"))

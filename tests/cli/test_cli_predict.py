@@ -18,8 +18,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
-from autotune.devices.gpus import find_chip
-from autotune.devices.prices import Prices
+from autotune.devices.gpus import Prices, find_chip
 from autotune.estimate.advice import Graded, Offer
 from autotune.estimate.step_time import StepTime
 from autotune.models.resolve import resolve_model

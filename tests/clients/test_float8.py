@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from autotune.training import SettingUnavailableError, apply
-from autotune.training.float8 import multiply_in_float8
+from autotune.training.layers import multiply_in_float8
 
 pytestmark = pytest.mark.clients
 

@@ -6,7 +6,7 @@ from typing import Any
 import optuna
 import optuna_dashboard._serializer
 
-from autotune.results.dashboard_private import (
+from autotune.results.optuna_trials import (
     CONSTRAINTS_KEY,
     METRIC_NAMES_KEY,
     frozen_study,

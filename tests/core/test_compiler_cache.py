@@ -3,10 +3,10 @@
 import stat
 from pathlib import Path
 
-from autotune.core.compiler_cache import CACHE_VARIABLE, keep_compiled
 from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.execution.process_environment import server_environment
+from autotune.core.scratch import CACHE_VARIABLE, keep_compiled
+from autotune.execution.child_process import server_environment
 
 
 def test_a_folder_of_the_user_alone(tmp_path: Path) -> None:

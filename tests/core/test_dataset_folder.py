@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from tiny import tiny_workload
 
-from autotune.core.dataset_folder import hold_data, publish_data
-from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, facts_in
+from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, facts_in, hold_data, publish_data
 from autotune.core.device import Device
 from autotune.execution import TrialServer
 

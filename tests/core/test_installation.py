@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.installation import command_to_add, how_to_add
+from autotune.space.features import command_to_add, how_to_add
 
 FOLDER = json.dumps({"url": "file:///home/me/my%20code", "dir_info": {}})
 EDITABLE = json.dumps({"url": "file:///home/me/my%20code", "dir_info": {"editable": True}})

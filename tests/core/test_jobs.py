@@ -7,9 +7,9 @@ import pytest
 from tiny import QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.chip import Chip
-from autotune.core.jobs import DataWork, InspectionWork, Job, TrialWork, Work
+from autotune.core.device import Chip
 from autotune.core.look import LookWork
+from autotune.core.messages import DataWork, InspectionWork, Job, TrialWork, Work
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import PredictionWork
 from autotune.core.rehearsal import RehearsalWork

@@ -8,8 +8,7 @@ from searching import new_store, prepared
 
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError
-from autotune.core.masking import mask_secrets, masked_options
-from autotune.core.training_source import find_script
+from autotune.core.training_source import find_script, mask_secrets, masked_options
 from autotune.core.workload import Workload
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.studies import changes_since, open_study, recorded_request

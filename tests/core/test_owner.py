@@ -4,7 +4,7 @@ import dataclasses
 import subprocess
 import sys
 
-from autotune.core.owner import Owner, _started, this_machine, this_owner
+from autotune.core.placement import Owner, _started, this_machine, this_owner
 
 
 def owner_of(pid: int) -> Owner:

@@ -19,8 +19,7 @@ from autotune.devices.lock import FOLDER_VARIABLE, Presence, had_company
 from autotune.execution import TrialJob
 from autotune.execution.executor import run_to_end
 from autotune.execution.gpu_monitor import WatchedExecutor
-from autotune.store.records import TrialRecord
-from autotune.store.repeats import Repeats
+from autotune.store.records import Repeats, TrialRecord
 
 CANDIDATE = Candidate(Arm("bf16"), 8)
 COMPLETED = Completed(measurement(CANDIDATE, 1.0, 1000, 1000))

@@ -10,8 +10,7 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode
-from autotune.devices.gpus import CHIPS
-from autotune.devices.prices import Prices
+from autotune.devices.gpus import CHIPS, Prices
 from autotune.estimate.advice import SCALED_DOUBT, Graded, Grades, Offer, pareto_front, rank, sort_offers
 from autotune.estimate.pooling import Pool
 from autotune.estimate.step_time import StepTime, StepTimeModel

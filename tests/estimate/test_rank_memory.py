@@ -18,7 +18,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import MemoryModel, Question
 from autotune.space.arms import prediction_class
 from autotune.space.training_arguments import REDUCE_BUCKET_ELEMENTS
-from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.memory import replay
 from autotune.worker.fake.tracer import DEATH
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -49,11 +49,11 @@ from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
-from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.memory import replay
 from autotune.core.prediction import PredictionWork
-from autotune.worker.fake.predict import anatomy, predict
+from autotune.worker.fake.step import anatomy, predict
 from autotune.worker.fake.ranks import why_not_sharded
-from autotune.worker.fake.scaling import ScalableStep
+from autotune.worker.fake.memory import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import DEATH
 from autotune.worker.trial.build import build_model

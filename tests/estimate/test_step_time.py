@@ -15,9 +15,9 @@ from step_times import H200, cells, known_steps
 
 from autotune.core.candidate import Arm, Candidate, Strategy
 from autotune.core.ceiling import Ceiling
-from autotune.core.chip import Calibration, Collective
+from autotune.core.device import Calibration, Collective
 from autotune.core.errors import InvalidRequestError
-from autotune.core.kernel_kinds import kind_of_kernel
+from autotune.core.outcome import kind_of_kernel
 from autotune.core.prediction import MemoryPrediction, Operation, Operations, PredictionAnswer
 from autotune.core.schema import decode
 from autotune.core.units import GIB

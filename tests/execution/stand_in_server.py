@@ -17,7 +17,7 @@ from typing import Any
 
 from processes import is_alive
 
-from autotune.core.jobs import Job
+from autotune.core.messages import Job
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, outcome_document
 from autotune.core.scratch import Scratch
 from autotune.worker import server

@@ -13,7 +13,7 @@ from autotune.core.errors import TrialServerError
 from autotune.core.inspection import Inspection, Software
 from autotune.core.placement import Placement
 from autotune.execution import TrialServer, WarmServer
-from autotune.execution.gpu_inspection import GpuInspection, merged
+from autotune.execution.oneshot import GpuInspection, merged
 
 GPU = Placement.of(Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None))
 
@@ -30,7 +30,7 @@ def test_a_process_of_its_own_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """It sees the one GPU, and its facts go before those of the server, which has no GPU."""
     (tmp_path / "tells_of_gpu.py").write_text(ANSWER)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
     inspection = GpuInspection(GPU, convolves=True)
     inspection.begin(tmp_path)
     inspection.begin(tmp_path)
@@ -47,9 +47,9 @@ def test_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i
     """For the next search, unless the memory in use on the GPU changed meanwhile."""
     (tmp_path / "tells_of_gpu.py").write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": os.getpid()'))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
     in_use = itertools.count() if is_disturbed else itertools.repeat(0)
-    monkeypatch.setattr("autotune.execution.gpu_inspection.device_used_bytes", lambda uuid: next(in_use))
+    monkeypatch.setattr("autotune.execution.oneshot.device_used_bytes", lambda uuid: next(in_use))
     with WarmServer() as warm:
         told = []
         for _ in range(2):
@@ -64,7 +64,7 @@ def test_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i
 def test_an_answer_of_another_version_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tells_of_gpu.py").write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": "5"'))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
     inspection = GpuInspection(GPU, convolves=True)
     inspection.begin(tmp_path)
     with pytest.raises(TrialServerError, match=r"malformed GpuFacts: Expected `int`, got `str` - at `\$.con"):
@@ -92,7 +92,7 @@ def test_no_trial_runs_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Where the answer is remembered, the process has ended before there are trials."""
     (tmp_path / "tells_of_gpu.py").write_text("import sys, time; sys.stdin.readline(); time.sleep(60)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("autotune.execution.gpu_inspection._MODULE", "tells_of_gpu")
+    monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
     with WarmServer() as warm:
         inspection = warm.inspection(GPU, convolves=False)
         server = TrialServer(GPU, tiny_workload("bert-tiny"), tmp_path / "logs", lambda: None, warm)

@@ -7,7 +7,7 @@ import pytest
 
 from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.execution.process_environment import server_environment
+from autotune.execution.child_process import server_environment
 
 
 def gpu(uuid: str) -> Device:

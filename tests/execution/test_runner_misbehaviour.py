@@ -17,16 +17,15 @@ from run_trial import run_trial
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
-from autotune.core.chip import Chip
-from autotune.core.device import Device
+from autotune.core.device import Chip, Device
 from autotune.core.errors import TrialServerError
 from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.execution import TrialServer
+from autotune.execution.child_process import tail
 from autotune.execution.oneshot import run_fresh
-from autotune.execution.process_outcome import tail
 
 LIMITS_SECONDS = (2.0, 20.0, 100.0)
 """Of trials that are to be seen to begin, and then to be ended: the first that is enough for that on a busy machine."""
@@ -186,7 +185,7 @@ def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: Tr
 
 def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: TrialServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autotune.execution.trial_server._GRACE_SECONDS", 0.5)
-    monkeypatch.setattr("autotune.execution.warm_server.LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr("autotune.execution.server_process.LEAVE_SECONDS", 0.5)
     run_trial(stand_in_runner, "complete")
     stopped = server()
     os.kill(stopped, signal.SIGSTOP)
@@ -200,7 +199,7 @@ def test_closing_does_not_wait_for_imports(
 ) -> None:
     # Each for longer than a test may take.
     monkeypatch.setenv("STAND_IN_IMPORT_SECONDS", "3000")
-    monkeypatch.setattr("autotune.execution.warm_server.LEAVE_SECONDS", 3000.0)
+    monkeypatch.setattr("autotune.execution.server_process.LEAVE_SECONDS", 3000.0)
     with TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path / "logs") as runner:
         pid = server()
     assert all_gone([pid])

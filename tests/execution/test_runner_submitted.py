@@ -10,9 +10,8 @@ from processes import all_gone, children, is_alive, processes_named, wait_until
 from run_trial import run_trial
 
 from autotune.core.candidate import Arm
-from autotune.core.chip import Chip
-from autotune.core.jobs import Job
-from autotune.core.messages import Answer
+from autotune.core.device import Chip
+from autotune.core.messages import Answer, Job
 from autotune.core.outcome import Completed
 from autotune.core.prediction import PredictionWork
 from autotune.core.schema import encode

@@ -12,8 +12,7 @@ from run_trial import run_trial
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
-from autotune.core.chip import Chip
-from autotune.core.device import Device
+from autotune.core.device import Chip, Device
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.core.workload import Workload
@@ -76,7 +75,7 @@ def test_a_server_that_would_not_do_is_ended(
     elif why == "variables":
         monkeypatch.setenv("MKL_NUM_THREADS", "1")
     elif why == "versions":
-        monkeypatch.setattr("autotune.execution.warm_server.version_of", lambda package: "99")
+        monkeypatch.setattr("autotune.execution.server_process.version_of", lambda package: "99")
     elif why == "killed":
         os.kill(first, signal.SIGKILL)
     else:

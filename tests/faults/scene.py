@@ -22,8 +22,6 @@ from formula_trials import MARK, STAND_IN, begun, server_of, write_model
 from processes import is_alive, processes_with, wait_until
 
 # Imported here once, so that a controller is forked in milliseconds.
-import autotune.cli.resume
-import autotune.cli.search  # noqa: F401
 from autotune.cli.main import main
 
 ORDERLY = {0, 5, 7, 8, 130}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, Software
-from autotune.core.jobs import InspectionWork, Job, TrialWork
+from autotune.core.messages import InspectionWork, Job, TrialWork
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory, outcome_document
 from autotune.core.schema import encode
 from autotune.core.scratch import Scratch

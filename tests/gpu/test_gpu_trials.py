@@ -24,7 +24,7 @@ from autotune.devices.listing import list_devices
 from autotune.devices.nvml import nvml_problem
 from autotune.execution import TrialJob, TrialServer
 from autotune.execution import run_trial as run_on
-from autotune.execution.process_environment import server_environment
+from autotune.execution.child_process import server_environment
 
 # By NVML alone: this process must not hold a CUDA context beside the trials.
 GPUS = [device for device in list_devices() if device.kind == "cuda"]

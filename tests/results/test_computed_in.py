@@ -4,7 +4,7 @@ import pytest
 
 from autotune.core.device import Precision
 from autotune.core.prediction import Operation, Operations
-from autotune.results.expert import computed_in
+from autotune.results.study_view import computed_in
 
 
 @pytest.mark.parametrize(

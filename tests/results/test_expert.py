@@ -7,10 +7,10 @@ from reported import BASELINE, BF16, SOURCE, completed, report, trial
 
 from autotune.core.candidate import Arm
 from autotune.core.outcome import Completed, OutOfMemory
-from autotune.results.expert import expert_of, utilization
-from autotune.results.html.page import html_page
+from autotune.results.html import html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, measurement
+from autotune.results.study_view import expert_of, utilization
 from autotune.results.text import summary_lines
 
 CHECKPOINTED = dataclasses.replace(BF16, gradient_checkpointing=True)

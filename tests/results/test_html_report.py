@@ -24,15 +24,14 @@ from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.core.schema import decode, encode
-from autotune.core.stop import LeftOut
 from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.step_time import StepTime
 from autotune.results.export import make_export
-from autotune.results.html.charts import Scale
-from autotune.results.html.page import html_page
+from autotune.results.html import Scale, html_page
 from autotune.results.json_document import report_document
 from autotune.results.report import Report, load_report
+from autotune.store.records import LeftOut
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
 from autotune.tuning.forecast import forecast_of

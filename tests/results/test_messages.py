@@ -11,13 +11,12 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, Packed
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.schema import encode
-from autotune.core.stop import NOTHING_LEFT
 from autotune.estimate.bottleneck import describe_limit
 from autotune.results.report import Report
 from autotune.results.text import report_lines, summary_lines
 from autotune.results.warnings import sharding_notes
 from autotune.results.wording import describe_data
-from autotune.store.records import Stage, TrialRecord
+from autotune.store.records import NOTHING_LEFT, Stage, TrialRecord
 
 DDP = Arm("bf16", strategy="ddp", ranks=2)
 LEAN = dataclasses.replace(DDP, ddp_find_unused_parameters=False, ddp_broadcast_buffers=False)

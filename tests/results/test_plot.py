@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from reported import BASELINE, FP16, OVER, WINNER, completed, report, trial
 
-from autotune.results.plot import plot_trials
+from autotune.results.chart_data import plot_trials
 
 
 def test_the_picture_has_the_ceiling_and_every_arm() -> None:

@@ -26,10 +26,9 @@ from reported import (
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, TooNoisyError, UnknownStudyError
 from autotune.core.outcome import Completed, Measurement
-from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.units import GIB, format_deviation
 from autotune.results.chart_data import OverPoint, speed_chart, step_chart
-from autotune.results.html.charts import draw_speed_chart
+from autotune.results.html import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
 from autotune.results.study_view import trial_view
@@ -37,6 +36,7 @@ from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.results.wording import state_of, times
 from autotune.store.opening import open_store
+from autotune.store.records import NOTHING_LEFT, StopReason
 from autotune.store.repository import Store
 
 

@@ -9,9 +9,9 @@ from serving import URL, StandInEngine, predict, with_token
 from starlette.testclient import TestClient
 
 from autotune.core.device import Device
+from autotune.service import routes
 from autotune.service.app import make_app
 from autotune.service.pages import add_pages
-from autotune.service.routes import health
 from autotune.service.searches import Searches
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
@@ -41,7 +41,7 @@ def searches(
 ) -> Iterator[Searches]:
     """The searches of a service; ``make test-service`` has them on a PostgreSQL server as well."""
     # A database of a busy machine may take longer than a second to answer.
-    monkeypatch.setattr(health, "_HEALTH_SECONDS", 60.0)
+    monkeypatch.setattr(routes, "_HEALTH_SECONDS", 60.0)
     is_file = request.param == "sqlite"
     storage = str(tmp_path / "studies" / "autotune.db" if is_file else request.getfixturevalue("postgres_url"))
     if is_file:

@@ -13,7 +13,7 @@ from autotune.service import feeds
 from autotune.service.access import Access
 from autotune.service.change_events import ChangeEvents
 from autotune.service.feeds import Feeds
-from autotune.service.pages import rendered
+from autotune.service.pages import frame
 from autotune.service.searches import Searches
 from autotune.store.opening import open_store
 from autotune.store.queue import JobEvent, Needs, TokenRecord
@@ -136,7 +136,7 @@ def test_a_stream_ends_with_its_token_and_the_change_is_logged(
 
 
 def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendered, "_OLD_SECONDS", 1000.0)
+    monkeypatch.setattr(frame, "_OLD_SECONDS", 1000.0)
     changes, renderings = ChangeEvents(), []
 
     def render() -> Markup:
@@ -144,7 +144,7 @@ def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before(monk
         return Markup(changes.count)
 
     async def run() -> None:
-        parts = rendered.Rendered(changes)
+        parts = frame.Rendered(changes)
         assert set(await asyncio.gather(*(parts.get("home", render) for _ in range(20)))) == {"0"}
         assert await parts.get("home", render) == "0"
         assert len(renderings) == 1

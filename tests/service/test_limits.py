@@ -20,10 +20,9 @@ from starlette.testclient import TestClient
 
 from autotune.core.ceiling import Ceiling
 from autotune.core.errors import ServiceError, StorageError
-from autotune.service import access
-from autotune.service.limits import OncePerMinute
+from autotune.service import access, routes
+from autotune.service.access import OncePerMinute
 from autotune.service.predictions import PredictionProcess, Predictions
-from autotune.service.routes import health
 from autotune.service.searches import Searches
 from autotune.service.server import Settings, serve
 from autotune.store.records import StudyRecord
@@ -133,7 +132,7 @@ def test_what_is_too_long_for_a_search_is_refused_in_a_line(writer: TestClient, 
 def test_health_is_told_soon_and_says_nothing_of_the_database(
     server: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "_HEALTH_SECONDS", 0.5)
+    monkeypatch.setattr(routes, "_HEALTH_SECONDS", 0.5)
     is_over = threading.Event()
 
     def hang() -> int:
@@ -154,7 +153,7 @@ def test_a_full_disk_and_a_device_that_is_down_are_told(
     assert server.get("/healthz").json()["status"] == "ok"
     monkeypatch.setattr(engine, "problems", lambda: ["the process for searches on cuda:0 has ended"])
     assert server.get("/healthz").json()["status"] == "degraded"
-    monkeypatch.setattr(health, "_LEAST_FREE_BYTES", 2**70)
+    monkeypatch.setattr(routes, "_LEAST_FREE_BYTES", 2**70)
     told = server.get("/healthz")
     if store.path is not None:
         assert (told.status_code, told.json()["detail"]) == (503, "the disk of the database is full")

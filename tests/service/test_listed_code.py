@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError
 from autotune.engine.work import Code, search_request
-from autotune.service.listed_code import read_listed_code
+from autotune.service.requests import read_listed_code
 from autotune.service.searches import Searches
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"

@@ -24,14 +24,15 @@ from autotune.core.schema import decode
 from autotune.engine.work import search_request
 from autotune.results.export import FORMATS, LAUNCH_FORMATS
 from autotune.results.json_document import StudyDocument
-from autotune.service.documents import (
+from autotune.service.openapi import (
     DevicesDocument,
     HealthDocument,
     ProblemDocument,
     SearchDocument,
     SearchesDocument,
+    TrialsDocument,
+    VerifyingDocument,
 )
-from autotune.service.openapi import TrialsDocument, VerifyingDocument
 from autotune.service.requests import OPTION_NAMES
 from autotune.service.searches import Searches
 from autotune.store.engine import leave_syncing_to_checkpoints, transaction

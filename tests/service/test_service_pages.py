@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from autotune.core.candidate import Document
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths, Packed
 from autotune.core.errors import StorageError
-from autotune.core.owner import this_owner
+from autotune.core.placement import this_owner
 from autotune.core.units import GIB
 from autotune.service.access import COOKIE
 from autotune.service.searches import Searches
@@ -267,8 +267,7 @@ def test_pages_ask_this_service_alone(visitor: TestClient) -> None:
 def test_the_optuna_dashboard_is_for_those_who_have_a_token(
     searches: Searches, store: Store, on_gpu: StandInEngine, writer: TestClient
 ) -> None:
-    from autotune.service.app import make_app
-    from autotune.service.dashboard import WithDashboard
+    from autotune.service.app import WithDashboard, make_app
     from autotune.service.pages import add_pages
 
     writer.post("/v1/searches", json=LARGE)

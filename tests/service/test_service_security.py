@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from autotune.core.errors import InvalidRequestError
 from autotune.service import access
-from autotune.service.guard import MOST_BODY_BYTES
+from autotune.service.access import MOST_BODY_BYTES
 from autotune.service.searches import Searches
 from autotune.service.server import Settings
 from autotune.store.queue import digest_of

@@ -19,7 +19,7 @@ from autotune.execution.executor import TrialJob
 from autotune.results.report import load_report
 from autotune.results.warnings import notes
 from autotune.space.arms import memory_class
-from autotune.space.dataloader import batches_ahead, next_loader, patience, plain_loader, waits_for_data
+from autotune.space.space import batches_ahead, next_loader, patience, plain_loader, waits_for_data
 from autotune.tuning.prepare import prepare
 
 BEST = Candidate(Arm("bf16"), 8, 2)

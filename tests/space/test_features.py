@@ -22,7 +22,6 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.inspection import ModelFacts
-from autotune.core.installation import how_to_add
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB
 from autotune.devices.cores import can_pin
@@ -35,6 +34,7 @@ from autotune.space.features import (
     EXTRAS,
     allocator_settings,
     allocator_variable,
+    how_to_add,
     is_compatible,
     optim_package,
     require_compiler,

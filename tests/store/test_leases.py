@@ -10,7 +10,7 @@ import pytest
 
 from autotune.core.errors import StorageError
 from autotune.core.outcome import OutOfMemory
-from autotune.core.owner import Owner, this_owner
+from autotune.core.placement import Owner, this_owner
 from autotune.store.leases import LEASE_SECONDS, Leases, name_of_study
 from autotune.store.records import StudyRecord, TrialRecord, now
 from autotune.store.repository import Store

@@ -9,9 +9,8 @@ from recorded import fault, measurement
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed
-from autotune.store.measured import measured_trials
 from autotune.store.records import StudyRecord, TrialRecord
-from autotune.store.repository import Store
+from autotune.store.repository import Store, measured_trials
 
 CANDIDATE = Candidate(Arm("bf16"), 8, 2)
 H200 = {"device_kind": "cuda", "device_name": "NVIDIA H200"}

@@ -10,8 +10,7 @@ from searching import new_store, search
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.estimate.history import History, Tried
-from autotune.store.records import TrialRecord
-from autotune.store.repeats import Repeats
+from autotune.store.records import Repeats, TrialRecord
 from autotune.store.repository import Store
 
 BEST = Candidate(Arm("bf16"), 32, 2)

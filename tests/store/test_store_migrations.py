@@ -19,11 +19,10 @@ import autotune
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.prediction import PredictionAnswer
-from autotune.core.stop import LeftOut, StopReason
 from autotune.store.engine import build_engine, transaction
 from autotune.store.location import resolve_location
 from autotune.store.opening import migrations_folder, open_store
-from autotune.store.records import StudyRecord, TrialRecord
+from autotune.store.records import LeftOut, StopReason, StudyRecord, TrialRecord
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
 
 ROOT = Path(__file__).parents[2]

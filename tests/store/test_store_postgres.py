@@ -21,7 +21,7 @@ from searching import search
 
 from autotune.cli.main import cli
 from autotune.core.errors import StorageError
-from autotune.core.owner import this_owner
+from autotune.core.placement import this_owner
 from autotune.results.dashboard import DashboardStorage, app_over
 from autotune.store.engine import (
     LOCK_TIMEOUT_SECONDS,
@@ -33,9 +33,8 @@ from autotune.store.engine import (
 )
 from autotune.store.leases import name_of_study
 from autotune.store.location import resolve_location, shown_location
-from autotune.store.measured import measured_trials
 from autotune.store.opening import current_revision, head_revision, migrations_folder, open_store, upgrade
-from autotune.store.repository import Store
+from autotune.store.repository import Store, measured_trials
 
 HEAD = head_revision(migrations_folder())
 

@@ -18,9 +18,8 @@ from sqlalchemy import event
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
-from autotune.core.stop import NOTHING_LEFT, LeftOut
 from autotune.store.opening import open_store
-from autotune.store.records import StudyRecord, TrialRecord, new_id
+from autotune.store.records import NOTHING_LEFT, LeftOut, StudyRecord, TrialRecord, new_id
 from autotune.store.repository import Store
 
 NewStudy = Callable[[str], StudyRecord]

@@ -13,8 +13,8 @@ from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.placement import Placement
 from autotune.devices import host
-from autotune.devices.condition import GpuPolicy
 from autotune.devices.host import machine_id
+from autotune.devices.nvml import GpuPolicy
 from autotune.space.features import library_versions
 from autotune.tuning import environment as module
 from autotune.tuning.environment import (

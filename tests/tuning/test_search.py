@@ -17,7 +17,6 @@ from autotune.core.errors import NoResultError, NothingFitsError, TrialServerErr
 from autotune.core.inspection import OwnSettings
 from autotune.core.messages import Progress
 from autotune.core.outcome import Failed, Outcome, OutOfMemory
-from autotune.core.stop import NOTHING_LEFT, StopReason
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
@@ -27,6 +26,7 @@ from autotune.results.report import load_report
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.store.opening import open_store
+from autotune.store.records import NOTHING_LEFT, StopReason
 from autotune.store.repository import Store
 from autotune.tuning.prepare import Prepared, prepare
 

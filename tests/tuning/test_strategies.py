@@ -8,9 +8,8 @@ from histories import completed, ran_out
 from searching import BERT_LARGE, FACTS, H200, ceiling_of, facts, request
 
 from autotune.core.candidate import Arm, Candidate, Document, Strategy
-from autotune.core.chip import Chip
 from autotune.core.code_interface import CodeInterface
-from autotune.core.device import Device
+from autotune.core.device import Chip, Device
 from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError
 from autotune.core.inspection import AfterStep, OwnSettings
 from autotune.core.messages import Answer

@@ -20,8 +20,7 @@ from tiny import tiny_workload
 from autotune.core.candidate import Candidate
 from autotune.core.device import Device
 from autotune.core.errors import StorageError
-from autotune.core.owner import Owner
-from autotune.core.placement import this_host
+from autotune.core.placement import Owner, this_host
 from autotune.devices.lock import FOLDER_VARIABLE
 from autotune.store.leases import LEASE_SECONDS, Leases, name_of_study
 from autotune.store.opening import open_store

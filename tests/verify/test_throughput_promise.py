@@ -18,9 +18,9 @@ from autotune.core.device import Device
 from autotune.core.errors import DeviceError, PromiseMissedError, TrialServerError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.placement import Placement, RankDevices
+from autotune.core.real_training import PeakBytes, StockResult, StockWork, Stretch
 from autotune.core.schema import encode
 from autotune.core.units import GIB
-from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.execution.oneshot import run_fresh
 from autotune.results.report import Report
 from autotune.store.records import StudyRecord, TrialRecord

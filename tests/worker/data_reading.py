@@ -8,8 +8,7 @@ from tiny import QUICK
 
 from autotune.core.candidate import Candidate
 from autotune.core.dataset_spec import DataSpec
-from autotune.core.jobs import DataWork
-from autotune.core.messages import DataAnswer
+from autotune.core.messages import DataAnswer, DataWork
 from autotune.core.outcome import Effort
 from autotune.core.schema import decode
 from autotune.core.workload import Workload

@@ -10,7 +10,7 @@ from server_client import ServerClient
 
 from autotune.core.candidate import Arm
 from autotune.core.inspection import ModelFacts
-from autotune.core.jobs import InspectionWork
+from autotune.core.messages import InspectionWork
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import Operations, PredictionAnswer, PredictionWork
 from autotune.core.schema import decode

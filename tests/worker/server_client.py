@@ -14,18 +14,16 @@ from typing import Any
 from tiny import AMPLE_BYTES, QUICK
 
 from autotune.core.candidate import Candidate, Document
+from autotune.core.code_interface import Protection
 from autotune.core.device import Device
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts
-from autotune.core.jobs import InspectionWork, Job, TrialWork, Work
-from autotune.core.messages import Problem, Progress
+from autotune.core.messages import InspectionWork, Job, Problem, Progress, TrialWork, Work
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
 from autotune.core.placement import Placement
-from autotune.core.protection import Protection
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
-from autotune.execution.child_process import ChildProcess
-from autotune.execution.process_environment import server_environment
-from autotune.execution.protection import find_protection
+from autotune.execution.child_process import ChildProcess, server_environment
+from autotune.execution.oneshot import find_protection
 
 
 @dataclass(frozen=True)

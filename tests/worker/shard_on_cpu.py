@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from autotune.core.jobs import Job, TrialWork
+from autotune.core.messages import Job, TrialWork
 from autotune.core.outcome import outcome_document
 from autotune.core.rehearsal import RehearsalWork
 from autotune.core.schema import encode

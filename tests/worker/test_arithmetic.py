@@ -9,7 +9,7 @@ from tiny import QUICK, tiny_workload
 from torch.utils.flop_counter import FlopCounterMode
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.worker.trial.arithmetic import Arithmetic
+from autotune.worker.trial.meter import Arithmetic
 
 SIZES = {
     "vocab_size": 99,

@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.jobs import TrialWork
 from autotune.core.lengths import SampleLengths
+from autotune.core.messages import TrialWork
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome
 from autotune.core.placement import RankDevices
 from autotune.core.scratch import Scratch

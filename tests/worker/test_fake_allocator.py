@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.tuning.allowed import _OFFLOADS_SINCE
-from autotune.worker.fake.allocator import CachingAllocator, OutOfCapError, replay
-from autotune.worker.fake.scaling import column_sum_scratch_bytes
+from autotune.worker.fake.memory import CachingAllocator, OutOfCapError, column_sum_scratch_bytes, replay
 from autotune.worker.fake.tracer import DEATH
 
 MIB = 1024**2
@@ -96,11 +95,11 @@ from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.core.candidate import Arm
 from autotune.tuning.allowed import _OFFLOADS_SINCE
-from autotune.worker.fake.allocator import replay
-from autotune.worker.fake.scaling import ScalableStep
+from autotune.worker.fake.memory import replay
+from autotune.worker.fake.memory import ScalableStep
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.fake.tracer import StorageTracer
-from autotune.worker.fake.predict import anatomy
+from autotune.worker.fake.step import anatomy
 from autotune.core.workload import Workload
 
 chip = CHIPS["h200"]
@@ -187,7 +186,7 @@ from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.training import loss
 from autotune.worker.fake import step
-from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.memory import replay
 from autotune.worker.fake.step import FakeTraining
 
 workload = Workload("llama-tiny", resolve_model("llama-tiny").config, "causal-lm", 512)
@@ -241,7 +240,7 @@ from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.tuning.allowed import _OFFLOADS_SINCE
-from autotune.worker.fake.allocator import replay
+from autotune.worker.fake.memory import replay
 from autotune.worker.fake.step import FakeTraining
 
 workload = Workload("llama-tiny", resolve_model("llama-tiny").config, "causal-lm", 512)

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_workload
 
 from autotune.core.workload import QuantizeName, Workload
-from autotune.worker.fake.few_bits import FewBitsOptimizer, quantize_fake
+from autotune.worker.fake.semantics import FewBitsOptimizer, quantize_fake
 from autotune.worker.trial.build import build_model
 
 pytest.importorskip("peft", reason="peft is not installed: pip install 'traintune[peft]'")

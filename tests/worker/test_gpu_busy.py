@@ -12,8 +12,8 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort, Measurement
 from autotune.worker.trial.batch_shapes import BatchShapes
-from autotune.worker.trial.gpu_busy import BusyStep, busy_seconds, busy_step, device_intervals, seconds_by_kind
 from autotune.worker.trial.measure import micro_steps_to_run
+from autotune.worker.trial.meter import BusyStep, busy_seconds, busy_step, device_intervals, seconds_by_kind
 
 ONE = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=1000.0, busy_steps=1)
 

@@ -22,9 +22,8 @@ from autotune.core.workload import Workload
 from autotune.models.dataset_files import check_unchanged, locate, tokenizer_content
 from autotune.tuning.options import build_workload
 from autotune.worker.dataset import tokenizer
-from autotune.worker.dataset.prepared import PreparedDataset
+from autotune.worker.dataset.prepared import BatchShape, PreparedDataset, make_schedule
 from autotune.worker.dataset.reading import read_data
-from autotune.worker.dataset.schedule import BatchShape, make_schedule
 from autotune.worker.trial.build import build_model
 
 pytest.importorskip("PIL", reason="Pillow is not installed")

@@ -7,7 +7,7 @@ from server_client import ServerClient
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.jobs import InspectionWork
+from autotune.core.messages import InspectionWork
 from autotune.core.placement import RankDevices
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.workload import Workload

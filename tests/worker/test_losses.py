@@ -10,7 +10,7 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.worker.trial.build import build_model
 from autotune.worker.trial.look import turn_off_dropout
-from autotune.worker.trial.losses import LossWatch, ScalerWatch, skipped_steps
+from autotune.worker.trial.step_checks import LossWatch, ScalerWatch, skipped_steps
 
 
 class _Trainer:

@@ -12,7 +12,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort, Measurement
 from autotune.core.units import MIB
-from autotune.worker.dataset.schedule import Schedule
+from autotune.worker.dataset.prepared import Schedule
 from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run

@@ -12,7 +12,7 @@ from meter_contract import check_contract
 from autotune.core.device import Device
 from autotune.core.placement import Placement
 from autotune.core.units import MIB
-from autotune.execution.process_environment import server_environment
+from autotune.execution.child_process import server_environment
 from autotune.worker.trial.meter import growth_of
 
 CONTRACT = Path(__file__).with_name("meter_contract.py")

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from autotune.core.protection import Protection
+from autotune.core.code_interface import Protection
 from autotune.core.scratch import Scratch, make_scratch
-from autotune.execution.protection import find_protection
+from autotune.execution.oneshot import find_protection
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.user import mount_namespace, protection
+from autotune.worker.user import protection, sandbox
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 sys.path.insert(0, str(OWN_CODE))
@@ -156,7 +156,7 @@ def test_what_a_user_works_in_is_covered_beside_any_number_of_folders(
     monkeypatch.setenv("HOME", os.environ["TMPDIR"])
     (folder / "notes").write_text("theirs")
     owned(folder, user)
-    monkeypatch.setattr(mount_namespace, "_MOST_ENTRIES", 0)
+    monkeypatch.setattr(sandbox, "_MOST_ENTRIES", 0)
 
     def run() -> None:
         scratch = make_scratch("autotune-test-")
@@ -285,7 +285,7 @@ def test_a_folder_with_a_mount_below_it_is_protected_too(folder: Path, user: int
         in_fork(user, trial)
         assert [os.listdir(folder / name) for name in ("data", "mounted")] == [[], []]
 
-    in_fork(0, lambda: (mount_namespace.open_namespace(), run())[1])
+    in_fork(0, lambda: (sandbox.open_namespace(), run())[1])
     assert (folder / "file").read_text() == "theirs"
 
 
@@ -323,5 +323,5 @@ def test_a_folder_on_a_file_system_of_its_own_stays_as_it_is(
         in_fork(user, trial)
         assert state(home) == before
 
-    in_fork(0, lambda: (mount_namespace.open_namespace(), run())[1])
+    in_fork(0, lambda: (sandbox.open_namespace(), run())[1])
     assert sum("was done" in line for line in capfd.readouterr().out.splitlines()) > len(deeds.DEEDS) * 0.8

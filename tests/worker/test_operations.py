@@ -14,7 +14,7 @@ from autotune.core.workload import Workload
 from autotune.core.schema import encode
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
-from autotune.worker.fake.shortcuts import Shortcuts
+from autotune.worker.fake.tracer import Shortcuts
 from autotune.worker.fake.step import FakeTraining
 from autotune.worker.private.torch import fake_tensor_mode
 

@@ -15,10 +15,9 @@ from texts import write_texts
 from tiny import QUICK
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.code_interface import CodeInterface
+from autotune.core.code_interface import CodeInterface, Protection
 from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Effort, OutOfMemory
-from autotune.core.protection import Protection
 from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload

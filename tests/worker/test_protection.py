@@ -18,14 +18,14 @@ import pytest
 from server_client import Answer, ServerClient
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import FoundProtection, Protection, ProtectionKind
 from autotune.core.device import Device
 from autotune.core.errors import TrainingSourceError
-from autotune.core.protection import FoundProtection, Protection, ProtectionKind
 from autotune.core.training_source import find_loop
 from autotune.core.workload import Workload
 from autotune.execution import TrialServer
-from autotune.execution.protection import find_protection
-from autotune.worker.user import landlock
+from autotune.execution.oneshot import find_protection
+from autotune.worker.user import sandbox
 from autotune.worker.user.protection import Room, caches
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
@@ -36,7 +36,9 @@ import deeds  # noqa: E402
 HAS_OVERLAY = find_protection().kind == "overlay"
 KINDS = [
     pytest.param("overlay", marks=pytest.mark.skipif(not HAS_OVERLAY, reason="no overlay can be mounted here")),
-    pytest.param("landlock", marks=pytest.mark.skipif(landlock.version() == 0, reason="this kernel has no Landlock")),
+    pytest.param(
+        "landlock", marks=pytest.mark.skipif(sandbox.landlock_version() == 0, reason="this kernel has no Landlock")
+    ),
 ]
 
 
@@ -137,7 +139,7 @@ def test_the_deeds_would_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("function", ["save", "save_with_torch"])
-@pytest.mark.skipif(landlock.version() == 0, reason="this kernel has no Landlock")
+@pytest.mark.skipif(sandbox.landlock_version() == 0, reason="this kernel has no Landlock")
 def test_a_write_that_landlock_refuses_is_told_with_its_line(
     trial_server: ServerClient, folder: Path, function: str
 ) -> None:

@@ -137,3 +137,11 @@ def test_a_script_that_trained_nothing_has_not_trained_with_the_winner(tmp_path:
     ended = run(RealTraining("s", source, Candidate(Arm(), 8), {}), tmp_path)
     assert ended.returncode == 10, ended.stderr
     assert "idle.py ended without a step that could be looked at" in ended.stderr
+
+
+def test_no_library_is_imported_before_the_users_code() -> None:
+    """What a script sets before its own imports, such as environment variables, has its effect."""
+    libraries = "{'torch', 'transformers', 'accelerate', 'datasets'}"
+    code = f"import sys, autotune.worker.user.real_training; print(sorted({libraries} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"

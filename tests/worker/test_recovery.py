@@ -12,7 +12,7 @@ from test_real_training import FIELDS, TRAINER, run
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.real_training import RealTraining
 from autotune.core.training_source import find_script
-from autotune.execution.recovery import run_recovering
+from autotune.execution.oneshot import run_recovering
 from autotune.space.training_arguments import training_arguments
 
 

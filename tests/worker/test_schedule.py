@@ -5,7 +5,7 @@ import pytest
 
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.measured_steps import StepEstimate
-from autotune.worker.dataset.schedule import BatchShape, Schedule, make_schedule
+from autotune.worker.dataset.prepared import BatchShape, Schedule, make_schedule
 from autotune.worker.trial.batch_shapes import Timed, estimate_run
 
 SPEC = DataSpec("/x.jsonl", "json", "")

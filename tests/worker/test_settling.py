@@ -12,8 +12,8 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort
 from autotune.worker.trial.batch_shapes import BatchShapes
-from autotune.worker.trial.losses import ScalerWatch
 from autotune.worker.trial.measure import StepTimer, most_steps
+from autotune.worker.trial.step_checks import ScalerWatch
 from autotune.worker.user.trainer_trial import _WholeSteps
 
 FP16 = Candidate(Arm("fp16"), 8)

@@ -14,17 +14,17 @@ import warm
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate, Strategy
+from autotune.core.code_interface import Protection
 from autotune.core.device import Device
-from autotune.core.jobs import Job, TrialWork
+from autotune.core.messages import Job, TrialWork
 from autotune.core.outcome import Effort
 from autotune.core.placement import Placement
-from autotune.core.protection import Protection
 from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.core.schema import decode
 from autotune.core.training_source import find_trainer
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import SettingUnavailableError
 from autotune.worker.trial.build import build_model, check_attends_to_all, check_shared_by, fill, on_meta
 
 PROGRAM = Path(__file__).with_name("shard_on_cpu.py")

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from autotune.worker import stack
+from autotune.worker import wrapping
 from autotune.worker.arrays import arrays_by_place
 
 
 def test_the_trial_server_is_nobodys_line_where_autotune_is_installed_as_a_package(tmp_path: Path) -> None:
     """It runs as ``__main__``, below ``site-packages``."""
-    copy = tmp_path / "site-packages" / "autotune" / "worker" / "stack.py"
+    copy = tmp_path / "site-packages" / "autotune" / "worker" / "wrapping.py"
     copy.parent.mkdir(parents=True)
-    shutil.copy(stack.__file__, copy)
+    shutil.copy(wrapping.__file__, copy)
     spec = importlib.util.spec_from_file_location("installed_stack", copy)
     assert spec is not None
     assert spec.loader is not None

@@ -11,7 +11,7 @@ import warm
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.device import Device
 from autotune.core.placement import Placement
-from autotune.execution.process_environment import server_environment
+from autotune.execution.child_process import server_environment
 from autotune.space.training_arguments import checkpointing_field
 
 SCRIPT = Path(__file__).with_name("print_arguments.py")

@@ -10,7 +10,7 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.placement import RankDevices
-from autotune.core.verification import StockResult, StockWork
+from autotune.core.real_training import StockResult, StockWork
 from autotune.devices.cores import can_pin, usable_core_numbers
 from autotune.worker.verify import stock
 

@@ -6,14 +6,14 @@ from typing import cast
 
 from fastapi import FastAPI
 
-from autotune.service.pages import assets, compare, frame, home, listing, search, session
-from autotune.service.pages.rendered import Rendered
+from autotune.service.pages import compare, frame, home, search
+from autotune.service.pages.frame import Rendered
 from autotune.service.searches import Searches
 
 
 def add_pages(app: FastAPI) -> None:
     """Add the pages to the application, and show its errors to browsers as pages."""
-    app.state.rendered = Rendered(cast(Searches, app.state.searches).changes)
-    for module in (assets, session, home, listing, search, compare):
+    app.state.rendered = Rendered(cast("Searches", app.state.searches).changes)
+    for module in (frame, home, search, compare):
         app.include_router(module.router)
     frame.show_errors_as_pages(app)

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.statistics import Estimate, difference
 from autotune.core.units import format_next_run, format_rate
-from autotune.results.html.charts import IntervalRow, draw_intervals
+from autotune.results.html import IntervalRow, draw_intervals
 from autotune.results.study_view import BestView, StudyView
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, page, sign_in_page

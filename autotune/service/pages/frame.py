@@ -1,21 +1,26 @@
-"""Render pages from templates in the frame that all share, and show errors as pages."""
+"""Render pages in the frame that all share, each part once for all who ask; show errors as pages, sign a browser in."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from urllib.parse import parse_qsl, quote
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from markupsafe import Markup
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
 from autotune.core.errors import AutotuneError, ServiceError
-from autotune.results.html.markup import environment
-from autotune.service.access import access_of
+from autotune.results.html import FOLDER, environment
+from autotune.service.access import COOKIE, access_of
+from autotune.service.change_events import ChangeEvents
 from autotune.service.problems import problem_document
 from autotune.store.queue import TokenRecord
 
@@ -84,3 +89,116 @@ def _page_or(answer: _Handler) -> _Handler:
         return error_page(told)
 
     return handle
+
+
+# What changes without a notification, such as a device whose process has ended, may be so old.
+_OLD_SECONDS = 1.0
+# However many ask, and however often the queue changes, rendering takes at most this share of a core.
+_SHARE = 0.2
+_MOST_KEPT = 100
+
+
+@dataclass
+class _Part:
+    """A part as it was rendered last."""
+
+    html: Markup = field(default_factory=Markup)
+    count: int = -1
+    """The count of changes when rendering began."""
+    began: float = 0.0
+    cpu_seconds: float = 0.0
+    """Processor time that rendering took."""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def is_current(self, count: int) -> bool:
+        """Return whether the part includes all changes up to this count and is recent."""
+        return self.count >= count and time.monotonic() - self.began < _OLD_SECONDS
+
+
+class Rendered:
+    """The parts of pages that were asked for lately."""
+
+    def __init__(self, changes: ChangeEvents) -> None:
+        self._changes = changes
+        self._parts: dict[str, _Part] = {}
+
+    async def get(self, key: str, render: Callable[[], Markup]) -> Markup:
+        """Return a part that includes every change before this call."""
+        asked = self._changes.count
+        part = self._parts.setdefault(key, _Part())
+        if not part.is_current(asked):
+            async with part.turn:
+                # Another has rendered it while this one waited for the turn.
+                if not part.is_current(asked):
+                    await self._render(part, render)
+        if len(self._parts) > _MOST_KEPT:
+            self._parts.pop(next(iter(self._parts)), None)
+        return part.html
+
+    async def _render(self, part: _Part, render: Callable[[], Markup]) -> None:
+        """Render a part, at most as often as its CPU time allows."""
+        pause = part.began + part.cpu_seconds / _SHARE - time.monotonic()
+        if pause > 0:
+            await asyncio.sleep(pause)
+        count, began = self._changes.count, time.monotonic()
+
+        def timed() -> tuple[Markup, float]:
+            cpu_began = time.thread_time()
+            html = render()
+            return html, time.thread_time() - cpu_began
+
+        html, cpu_seconds = await run_in_threadpool(timed)
+        part.html, part.count, part.began, part.cpu_seconds = html, count, began, cpu_seconds
+
+
+def rendered_of(request: Request) -> Rendered:
+    """Return the rendered parts of the application that serves a request."""
+    return cast("Rendered", request.app.state.rendered)
+
+
+router = APIRouter(include_in_schema=False)
+
+_OWN = Path(__file__).parents[1] / "assets"
+_ASSETS = {
+    "report.css": (FOLDER, "text/css"),
+    "page.css": (_OWN, "text/css"),
+    "page.js": (_OWN, "text/javascript"),
+    "icon.svg": (_OWN, "image/svg+xml"),
+}
+
+
+@router.get("/assets/{name}")
+def asset(name: str) -> Response:
+    """Return a file of the pages."""
+    if name not in _ASSETS:
+        raise ServiceError("there is no such file", "see the page", status=404)
+    folder, kind = _ASSETS[name]
+    return FileResponse(folder / name, media_type=kind, headers={"Cache-Control": "no-cache"})
+
+
+_COOKIE_SECONDS = 30 * 24 * 3600
+
+
+@router.post("/session")
+async def begin_session(request: Request) -> Response:
+    """Set the cookie of a valid token."""
+    token = (await form_fields(request)).get("token", "").strip()
+    address = request.client.host if request.client else ""
+    try:
+        found = await run_in_threadpool(access_of(request).check, token, address)
+    except ServiceError as error:
+        return sign_in_page(error)
+    if found is None:
+        return sign_in_page(ServiceError("this token is not known", "see what autotune serve printed", status=401))
+    answer = RedirectResponse("/", 303)
+    is_tls = request.url.scheme == "https"
+    answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=is_tls, max_age=_COOKIE_SECONDS)
+    return answer
+
+
+@router.post("/session/end")
+def end_session() -> Response:
+    """Remove the cookie."""
+    answer = RedirectResponse("/", 303)
+    answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return answer

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlencode
 
@@ -16,19 +15,18 @@ from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_seconds
 from autotune.results.export import Format, beside_lines, make_export, render
-from autotune.results.html.page import study_page
+from autotune.results.html import study_page
 from autotune.results.report import Report
 from autotune.results.wording import rate_unit
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.pages import frame
 from autotune.service.pages.form import arguments, command_of, fields_of, not_in_fields, request_again
-from autotune.service.pages.frame import Visitor, error_page, sign_in_page
-from autotune.service.pages.listing import Row
-from autotune.service.pages.rendered import rendered_of
+from autotune.service.pages.frame import Visitor, error_page, rendered_of, sign_in_page
+from autotune.service.pages.home import Row
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, may_change
 from autotune.store.queue import ENDED, JobRecord, TokenRecord
-from autotune.store.repeats import Repeats
+from autotune.store.records import Repeats
 
 _EXPORTS: tuple[tuple[Format, str], ...] = (("json", "JSON"), ("cli", "flags"), ("python", "Python"))
 
@@ -85,32 +83,21 @@ async def parts(request: Request, search: str, token: Reader, searches: Known) -
     )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What was asked, and how it can be asked again."""
-
-    command: str
-    options: tuple[str, ...]
-    """As in the command, without the model."""
-    clone: str
-    """The form with the same in it."""
-    left_out: str | None
-    """What is asked for in neither of the two."""
-
-
-def _asked(job: JobRecord, url: str) -> _Asked:
-    """Return the request of a job to show: its command, its options, a link to the form."""
+def _asked(job: JobRecord, url: str) -> dict[str, object]:
+    """Return the request of a job to show: its command, its options, a link to the form, what neither of them has."""
     fields = fields_of(job)
     told = {name: text for name, text in fields.items() if name not in ("model", "code", "study")}
-    options = tuple(shlex.join(arguments(name, text)) for name, text in told.items())
+    options = [shlex.join(arguments(name, text)) for name, text in told.items()]
     fields.pop("study", None)
-    return _Asked(command_of(fields, url), options, f"/?{urlencode(fields)}", not_in_fields(job))
+    clone = f"/?{urlencode(fields)}"
+    return {"command": command_of(fields, url), "options": options, "clone": clone, "left_out": not_in_fields(job)}
 
 
 def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
     is_verification = VERIFIES in job.request
     report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
     has_result = report is not None and job.state in ENDED and report.best is not None
+    made = make_export(report) if report is not None and has_result else None
     run = latest_run(searches, job.study) if has_result else job if is_verification else None
     return frame.render(
         "search_parts.html",
@@ -124,7 +111,8 @@ def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: s
         asked=None if is_verification else _asked(job, url),
         shown=None if report is None else study_page(_with_best_so_far(report)),
         to_come=_remaining_words(job, report),
-        exports=_exports(report) if report is not None and has_result else None,
+        exports=[(form, name, render(made, form).rstrip()) for form, name in _EXPORTS] if made is not None else None,
+        beside=beside_lines(made) if made is not None else (),
         run=run,
         run_ended=run is None or run.state in ENDED,
         proof=searches.verification(run) if run is not None else None,
@@ -169,21 +157,6 @@ def _with_best_so_far(report: Report) -> Report:
     if tried is None:
         return report
     return dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=tried.trial_id))
-
-
-@dataclass(frozen=True)
-class _Exports:
-    """The best configuration in several forms, and what is to be said beside."""
-
-    texts: tuple[tuple[str, str, str], ...]
-    """Form, name and text."""
-    beside: tuple[str, ...]
-
-
-def _exports(report: Report) -> _Exports:
-    made = make_export(report)
-    texts = tuple((form, name, render(made, form).rstrip()) for form, name in _EXPORTS)
-    return _Exports(texts, tuple(beside_lines(made)))
 
 
 def latest_run(searches: Searches, study: str) -> JobRecord | None:

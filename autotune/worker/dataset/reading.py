@@ -16,8 +16,7 @@ from datasets import DatasetDict, Image, load_dataset, load_from_disk
 from datasets.utils.logging import disable_progress_bar
 from huggingface_hub import constants
 
-from autotune.core.dataset_folder import publish_data
-from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed, facts_in
+from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed, facts_in, publish_data
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.lengths import SampleLengths
 from autotune.core.messages import DataAnswer, Problem

@@ -16,9 +16,8 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.worker.dataset.columns import check_in_vocabulary, find_column, find_text_columns, is_string
-from autotune.worker.dataset.image_text import IMAGES, TEXT, images_in, opened
 from autotune.worker.dataset.prepared import IMAGE_TOKENS_FILE, LENGTHS_FILE, PROCESSOR_FOLDER, SAMPLES_FOLDER
-from autotune.worker.dataset.tokenizer import load_processor
+from autotune.worker.dataset.tokenizer import IMAGES, TEXT, images_in, load_processor, opened
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import dataset_of_table
 

@@ -12,7 +12,7 @@ import torch
 from autotune.core.candidate import Arm
 from autotune.core.inspection import AfterStep
 from autotune.core.workload import Workload
-from autotune.space.precision_names import ACCELERATE, HALF
+from autotune.space.levers import ACCELERATE, HALF
 from autotune.space.training_arguments import deepspeed_settings, fsdp_settings
 from autotune.worker.failures import first_line
 from autotune.worker.fake.tracer import StorageTracer, materialise

@@ -18,7 +18,7 @@ from autotune.core.lengths import PlannedRun
 from autotune.core.measured_steps import StepEstimate, mean_step
 from autotune.core.statistics import quantile
 from autotune.worker.arrays import arrays_by_place
-from autotune.worker.dataset.schedule import GROUP
+from autotune.worker.dataset.prepared import GROUP
 
 
 class BatchShapes:

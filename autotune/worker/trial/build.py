@@ -22,8 +22,8 @@ from transformers.quantizers import AutoHfQuantizer
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import TASKS, Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
-from autotune.space.precision_names import HALF
-from autotune.training.errors import SettingUnavailableError
+from autotune.space.levers import HALF
+from autotune.training.batches import SettingUnavailableError
 from autotune.worker.private.accelerate import shard_for
 from autotune.worker.private.transformers import class_for_config
 

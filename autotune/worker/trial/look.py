@@ -23,15 +23,15 @@ from autotune.core.outcome import Effort, OutOfMemory
 from autotune.core.workload import Workload
 from autotune.space.arms import applied_settings
 from autotune.training import apply
-from autotune.training.errors import SettingUnavailableError
+from autotune.training.batches import SettingUnavailableError
 from autotune.training.graphs import EAGER_MICRO_STEPS
 from autotune.worker.arrays import arrays_in, cut
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.private.transformers import is_reporting
 from autotune.worker.trial.build import build_config, build_model
-from autotune.worker.trial.losses import on_each_micro_step
 from autotune.worker.trial.meter import failure_of, open_meter
 from autotune.worker.trial.run import trainer_arguments
+from autotune.worker.trial.step_checks import on_each_micro_step
 from autotune.worker.trial.synthetic import synthetic_dataset
 
 # A gradient is projected in rows of so many numbers: the random directions are products of one along the rows and one
@@ -321,8 +321,4 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
 
 def in_full_float32() -> None:
     """Turn off TF32 for the rest of this process: by default convolutions on a GPU use it."""
-    # Since torch 2.9; afterwards the settings of before cannot be read.
-    if hasattr(torch.backends, "fp32_precision"):
-        torch.backends.fp32_precision = "ieee"
-    else:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]

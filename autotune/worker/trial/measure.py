@@ -19,17 +19,14 @@ from autotune.core.lengths import PlannedRun
 from autotune.core.measured_steps import LEAST_CORE_WAIT, is_enough, most_measured_steps
 from autotune.core.outcome import Effort, Measurement
 from autotune.space.arms import compiles
-from autotune.space.dataloader import batches_ahead
-from autotune.worker.dataset.schedule import Schedule
+from autotune.space.space import batches_ahead
+from autotune.worker.dataset.prepared import Schedule
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.cores import CoreWait
-from autotune.worker.trial.gpu_busy import BusyStep
-from autotune.worker.trial.listener import StepListener
-from autotune.worker.trial.losses import ScalerWatch
-from autotune.worker.trial.meter import Meter, PeakBytes, growth_of
-from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
-from autotune.worker.trial.training_watch import StepCounts
+from autotune.worker.trial.meter import BusyStep, Meter, PeakBytes, growth_of
+from autotune.worker.trial.step_checks import NotTrainedError, ScalerWatch, StepChecks
+from autotune.worker.trial.training_watch import StepCounts, StepListener
 
 # Of steps that call models without gradients now more often, now less, more than so many times the most. A choice.
 _FAR_MORE = 2
@@ -91,17 +88,6 @@ class _Step:
     """Spent in ``torch.save``, and not part of ``seconds``."""
     real_tokens: int | None = None
     """Those that were run, without padding; ``None`` where they were not seen."""
-
-
-def _of_all_ranks(each: list[_Step]) -> _Step:
-    """Return the step of the slowest rank, with the tokens of all and the most new shapes of any."""
-    known = [step.real_tokens for step in each if step.real_tokens is not None]
-    return replace(
-        max(each, key=lambda step: step.seconds),
-        new_shapes=max(step.new_shapes for step in each),
-        tokens=max(step.tokens for step in each),
-        real_tokens=sum(known) if len(known) == len(each) else None,
-    )
 
 
 class Evaluations:
@@ -253,7 +239,14 @@ class StepTimer(StepListener):
         evaluates = self._evaluations.is_one(seen.calls_without_gradients)
         step.real_tokens = seen.tokens
         told = self._ranks.gather((astuple(step), self._was_skipped(seen), evaluates))
-        step = _of_all_ranks([_Step(*figures) for figures, *_ in told])
+        each = [_Step(*figures) for figures, *_ in told]
+        known = [step.real_tokens for step in each if step.real_tokens is not None]
+        step = replace(
+            max(each, key=lambda step: step.seconds),
+            new_shapes=max(step.new_shapes for step in each),
+            tokens=max(step.tokens for step in each),
+            real_tokens=sum(known) if len(known) == len(each) else None,
+        )
         again, evaluates = any(skipped for _, skipped, _ in told), any(found for *_, found in told)
         is_warm = self._is_warm
         is_timed = is_warm and not again and not evaluates

@@ -26,9 +26,59 @@ from torch.nn.modules import module as modules
 from autotune.worker.arrays import arrays_by_place, is_row, lengths_by_place
 from autotune.worker.failures import is_out_of_memory
 from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
-from autotune.worker.stack import lines_above, users_line
-from autotune.worker.trial.listener import Listener
-from autotune.worker.wrapping import around
+from autotune.worker.wrapping import around, lines_above, users_line
+
+ShapesByPlace = dict[str, tuple[int, ...]]
+"""The shapes of the tensors that a model is called with, then lengths of rows, by where they stand: ``1.input_ids``;
+then the shapes of those that it returns: ``out.logits``."""
+
+
+class Listener:
+    """Receives the events of a training as they happen; each method does nothing unless it is overridden."""
+
+    def call_begins(self, *, trains: bool) -> None:
+        """Handle a call of an outermost module with parameters; ``trains`` if it computes gradients."""
+
+    def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
+        """Handle the end of such a call, with the shapes of inputs and outputs."""
+
+    def backward_begins(self, tensors: Any) -> None:
+        """Handle the start of a backward pass from these tensors."""
+
+    def backward_ends(self) -> None:
+        """Handle the end of a backward pass."""
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """Handle the start of an optimizer's step."""
+
+    def optimizer_ends(self, optimizer: Any) -> None:
+        """Handle the end of an optimizer's step."""
+
+
+class StepListener:
+    """Receives the events of a training's steps; each method does nothing unless it is overridden."""
+
+    def begin(self) -> None:
+        """Prepare for the first batch."""
+
+    def step_begins(self) -> None:
+        """Handle the arrival of a step's first batch."""
+
+    def micro_step_ends(self) -> None:
+        """Handle the end of a micro-step that is not the last of its step."""
+
+    def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
+        """Handle the end of a whole step; ``marks`` are from before and after its optimizer step.
+
+        ``wait_seconds`` is the time spent waiting for batches after the first; ``None`` where all came before it.
+        """
+
+    def step_is_dropped(self) -> None:
+        """Handle the end of a step that does not count."""
+
+    def mark(self) -> Any:
+        """Mark this point on the device's timeline."""
+
 
 # Of a model's output these are hooked at most, and of its input looked at. A choice.
 _MOST_TENSORS = 16

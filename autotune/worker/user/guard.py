@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
-from autotune.worker.stack import lines_above, module_of, users_line
-from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE
-from autotune.worker.user.script_options import next_step
-from autotune.worker.wrapping import before, on_import
+from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE, UserCodeError, next_step
+from autotune.worker.wrapping import before, lines_above, module_of, on_import, users_line
 
-Stop = Callable[[str, str], None]
+Stop = Callable[[UserCodeError], None]
 """Ends the job; called with what cannot be measured, and what to do about it."""
 
 _COMPILER = str(Path("torch", "_inductor", "compile_worker", "__main__.py"))
@@ -78,7 +76,7 @@ class Guard:
     def _end(self, message: str, hint: str) -> None:
         """Stop the job, from this process or a forked one."""
         if os.getpid() == self._process:
-            self._stop(message, hint)
+            self._stop(UserCodeError(message, hint))
         else:
             # A fork of the job's process.
             _end_job(message, hint)

@@ -15,10 +15,9 @@ from autotune.core import loop as loop_interface
 from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
-from autotune.core.jobs import InspectionWork
 from autotune.core.launch_command import ALONE
 from autotune.core.loop import LoopConfig
-from autotune.core.messages import Problem
+from autotune.core.messages import InspectionWork, Problem
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES, DTypeName
@@ -26,19 +25,17 @@ from autotune.worker.checkpointing import checkpointing_parts, is_checkpointing
 from autotune.worker.facts import inspect_environment
 from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
-from autotune.worker.stack import module_of
-from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
-from autotune.worker.trial.training_watch import TrainingWatch
+from autotune.worker.trial.training_watch import Listener, StepListener, TrainingWatch
 from autotune.worker.user.adapter import AccumulatesBy, Changes, GiveBatches, Observer, Overlay
-from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, trim
+from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, next_step, trim, watch_options
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, is_made_by_data, key_of, with_loader
 from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_loader
-from autotune.worker.user.script_options import next_step, watch_options
+from autotune.worker.wrapping import module_of
 
 Finish = Callable[[InspectionAnswer], NoReturn]
 """Sends the answer, and ends the process."""
@@ -255,9 +252,6 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
         keep_run()
         finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
 
-    def refuse(message: str, hint: str) -> None:
-        fail(UserCodeError(message, hint))
-
     class UntilFirstStep(StepListener):
         def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
             on_step()
@@ -266,7 +260,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
             # A step of fewer samples shows as much.
             on_step()
 
-    guard = Guard(source, refuse)
+    guard = Guard(source, fail)
 
     def begin() -> None:
         guard.lift()

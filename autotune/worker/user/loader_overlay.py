@@ -14,9 +14,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from autotune.core.code_interface import CodeInterface
-from autotune.worker.stack import module_of
 from autotune.worker.trial.training_watch import shapes_in
-from autotune.worker.wrapping import around
+from autotune.worker.wrapping import around, module_of
 
 # Their own lines make loaders of loaders; what counts is the line of the user's that made the first.
 _LIBRARIES = (

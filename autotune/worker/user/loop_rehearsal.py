@@ -22,9 +22,8 @@ from autotune.core.rehearsal import Evaluation, LastStep, LongestBatch, Part, Re
 from autotune.worker.arrays import cut
 from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
-from autotune.worker.trial.listener import Listener, StepListener
 from autotune.worker.trial.meter import growth_of, most_host_bytes
-from autotune.worker.trial.training_watch import TrainingWatch
+from autotune.worker.trial.training_watch import Listener, StepListener, TrainingWatch
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of, key_of
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from autotune.worker.arrays import arrays_in
-from autotune.worker.trial.listener import Listener, StepListener
+from autotune.worker.trial.training_watch import Listener, StepListener
 from autotune.worker.user.code import UserCodeError
 
 # So many steps that cannot be counted, one after the other, mean that none will come that can.

@@ -15,29 +15,27 @@ import torch
 
 from autotune.core import loop as loop_interface
 from autotune.core.candidate import Candidate
-from autotune.core.jobs import TrialWork
 from autotune.core.lengths import PlannedRun, SampleLengths, shapes_of
 from autotune.core.loop import LoopConfig, loop_arguments
+from autotune.core.messages import TrialWork
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, Outcome, OutOfMemory
 from autotune.core.placeholders import Values
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
-from autotune.space.precision_names import HALF
-from autotune.training.errors import SettingUnavailableError
+from autotune.space.levers import HALF
+from autotune.training.batches import SettingUnavailableError
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.losses import problem_of_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
-from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
+from autotune.worker.trial.step_checks import NotTrainedError, StepChecks, problem_of_loss
 from autotune.worker.user.adapter import Changes, Measured
-from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, trim
+from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, set_options, trim
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, LoaderOverlay, batch_of, cap_prefetching
 from autotune.worker.user.loop_steps import LoopSteps, StepMarks
 from autotune.worker.user.placeholder_steps import PlaceholderSteps, set_variables
 from autotune.worker.user.samples import spread_loader
-from autotune.worker.user.script_options import set_options
 from autotune.worker.wrapping import around
 
 # Steps that the ends of the data cut short are not counted. A choice.
@@ -152,9 +150,9 @@ class OwnTrial(Trial):
             refuse,
         )
 
-    def _refuse(self, message: str, hint: str) -> NoReturn:
+    def _refuse(self, error: UserCodeError) -> NoReturn:
         """End the trial of code that trains in an unmeasured way."""
-        self._end(self._outcome_of_error(UserCodeError(message, hint)))
+        self._end(self._outcome_of_error(error))
 
     def _outcome_of_error(self, error: BaseException) -> OutOfMemory | Failed:
         """Return the outcome of an error in the user's code."""
@@ -253,7 +251,7 @@ class OwnTrial(Trial):
             is_told_passes="accumulation" in interface.searched,
             on_begin=self._begins,
             on_step=self._check_numerics,
-            refuse=lambda message: self._refuse(message, ""),
+            refuse=lambda message: self._refuse(UserCodeError(message)),
         )
         run_script(dataclasses.replace(source, argv=words), output_dir)
         # The last step of an epoch may be a short one.
@@ -268,9 +266,9 @@ class OwnTrial(Trial):
         seen = {dtype for _, dtype in watch.autocasts}
         name, wanted = self._source.name, HALF.get(arm.precision)
         if "precision" in searched and seen and wanted not in seen:
-            self._refuse(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}", "")
+            self._refuse(UserCodeError(f"{name} computes in {' and '.join(sorted(seen))}, asked was {arm.precision}"))
         if "checkpointing" in searched and watch.checkpoints and not arm.gradient_checkpointing:
-            self._refuse(f"{name} recomputes activations, and was told not to", "")
+            self._refuse(UserCodeError(f"{name} recomputes activations, and was told not to"))
 
     # Their steps
 

@@ -23,7 +23,7 @@ from autotune.core.messages import Problem
 from autotune.core.placeholders import Template, Values, fill_words
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import ForkedRun, in_fork
-from autotune.worker.trial.listener import ShapesByPlace
+from autotune.worker.trial.training_watch import ShapesByPlace
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, problem_of
@@ -187,13 +187,10 @@ class _ScriptInspector:
             is_rejected = isinstance(error, AssertionError | ValueError)
             send(ScriptRun(problem=problem, is_rejected=is_rejected))
 
-        def refuse(message: str, hint: str) -> NoReturn:
-            fail(UserCodeError(message, hint))
-
         try:
             enter(source)
             set_variables(source.variables, variables)
-            Guard(source, refuse, is_known=lambda: True).install(self._scratch.stop_file)
+            Guard(source, fail, is_known=lambda: True).install(self._scratch.stop_file)
 
             def finish(seen: ScriptRun) -> NoReturn:
                 keep_run()

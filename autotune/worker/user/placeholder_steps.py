@@ -21,11 +21,10 @@ from autotune.core.messages import Problem
 from autotune.core.placeholders import placeholders_in
 from autotune.core.training_source import TrainingSource
 from autotune.core.workload import DTYPES
-from autotune.space.precision_names import HALF
+from autotune.space.levers import HALF
 from autotune.worker.private.torch import around_batches
-from autotune.worker.trial.listener import Listener, ShapesByPlace
 from autotune.worker.trial.measure import StepTimer
-from autotune.worker.trial.training_watch import TrainingWatch
+from autotune.worker.trial.training_watch import Listener, ShapesByPlace, TrainingWatch
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import check_gradients, facts_of, length
 from autotune.worker.user.loop_steps import StepMarks

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from autotune.core.compiler_cache import keep_compiled
-from autotune.core.protection import FoundProtection, Protection, ProtectionKind
+from autotune.core.code_interface import FoundProtection, Protection, ProtectionKind
 from autotune.core.schema import encode
-from autotune.core.scratch import Scratch, make_scratch
+from autotune.core.scratch import Scratch, keep_compiled, make_scratch
 from autotune.core.units import format_bytes
 from autotune.worker.failures import chain_of
-from autotune.worker.user import landlock, mount_namespace
+from autotune.worker.user import sandbox
 
 if TYPE_CHECKING:
     from autotune.worker.rendezvous import Ranks
@@ -67,18 +66,18 @@ class Protected:
         self._cwd = cwd
         self._layer = protection.layer
         self._outside = [scratch.path, *caches(cwd)]
-        self._cover: mount_namespace.Cover | None = None
+        self._cover: sandbox.Cover | None = None
         self._is_user_space = False
         self._is_covered = False
         self._made_by = os.getpid()
         if self.kind in ("overlay", "read-only") and rank == 0:
-            self._is_user_space = mount_namespace.open_namespace()
+            self._is_user_space = sandbox.open_namespace()
         elif self.kind == "landlock":
-            if mount_namespace.is_within(os.path.realpath(cwd), _SHARED_MEMORY):
+            if sandbox.is_within(os.path.realpath(cwd), _SHARED_MEMORY):
                 raise OSError(errno.EACCES, f"Landlock does not protect files in {_SHARED_MEMORY}")
             os.environ[WRITABLE_VARIABLE] = os.pathsep.join(self.writable)
-            landlock.restrict(self.writable)
-            landlock.refuse_attributes(self.writable)
+            sandbox.restrict_writes(self.writable)
+            sandbox.refuse_attributes(self.writable)
 
     @property
     def writable(self) -> list[str]:
@@ -92,23 +91,23 @@ class Protected:
         self._is_covered = True
         if os.getpid() != self._made_by:
             # Each run of a job has mounts of its own.
-            mount_namespace.copy_namespace()
+            sandbox.copy_namespace()
         below = self._layer if self._layer is not None and os.path.isdir(self._layer) else None
         works_in = [os.path.realpath(path) for path in (self._cwd, Path.home()) if os.path.isdir(path)]
-        self._cover = mount_namespace.Cover(self._scratch.layers, self._outside, works_in, self._is_user_space, below)
+        self._cover = sandbox.Cover(self._scratch.layers, self._outside, works_in, self._is_user_space, below)
         self._cover.lay(int(_SHARE_OF_MEMORY * psutil.virtual_memory().available))
         if self._is_user_space:
-            mount_namespace.drop_capabilities()
+            sandbox.drop_capabilities()
 
     def join(self, pid: int) -> None:
         """Join another process's protection, so that ranks see each other's files."""
         if self.kind in ("overlay", "read-only"):
             self._is_covered = True
             cwd = os.getcwd()
-            self._is_user_space = mount_namespace.join_namespace(pid)
+            self._is_user_space = sandbox.join_namespace(pid)
             os.chdir(cwd)
             if self._is_user_space:
-                mount_namespace.drop_capabilities()
+                sandbox.drop_capabilities()
 
     def covers(self, path: str) -> bool:
         """Return whether this process's writes to a path are discarded."""
@@ -127,7 +126,7 @@ class Protected:
         path = os.path.realpath(os.fsdecode(error.filename)) if error.filename else "/"
         # access(2) does not ask Landlock: what that allows, Landlock has refused.
         existing = path if os.path.lexists(path) else os.path.dirname(path)
-        is_outside = any(mount_namespace.is_within(path, folder) for folder in self.writable)
+        is_outside = any(sandbox.is_within(path, folder) for folder in self.writable)
         return _READ_ONLY if not is_outside and os.access(existing, os.W_OK) else None
 
     def keep(self) -> None:
@@ -234,7 +233,7 @@ def caches(cwd: str) -> list[str]:
         with contextlib.suppress(OSError):
             if is_made:
                 os.makedirs(path, exist_ok=True)
-        if os.path.isdir(path) and not any(mount_namespace.is_within(folder, path) for folder in theirs):
+        if os.path.isdir(path) and not any(sandbox.is_within(folder, path) for folder in theirs):
             listed.append(path)
     return listed
 
@@ -265,7 +264,7 @@ _READ_ONLY = "your files are read-only for trials here"
 def main() -> None:
     """Print the best protection of this machine, after trying them from the weakest on."""
     lacks = "this kernel has no Landlock (Linux 5.13 or newer has it, unless it is switched off)"
-    least = FoundProtection("landlock") if landlock.version() else FoundProtection("none", lacks)
+    least = FoundProtection("landlock") if sandbox.landlock_version() else FoundProtection("none", lacks)
     print(json.dumps(encode(least)), flush=True)
     if sys.platform != "linux":
         return

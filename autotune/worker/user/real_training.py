@@ -23,9 +23,8 @@ from autotune.core.schema import decode
 from autotune.space.arms import applied_settings
 from autotune.worker.process import leave
 from autotune.worker.user.adapter import Changes
-from autotune.worker.user.code import load_function, run_as_main
+from autotune.worker.user.code import load_function, run_as_main, set_options
 from autotune.worker.user.frameworks import OVERLAYS
-from autotune.worker.user.script_options import set_options
 from autotune.worker.user.trainer_fields import TrainerFields, otherwise
 from autotune.worker.wrapping import after, around, before, on_import
 
@@ -179,7 +178,7 @@ class TrainerRun(Run):
         from transformers import TrainerCallback
 
         from autotune.training import apply
-        from autotune.training.errors import SettingUnavailableError
+        from autotune.training.batches import SettingUnavailableError
 
         try:
             # Without any, the loss is divided by the accumulation.

@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from autotune.core.jobs import TrialWork
+from autotune.core.messages import TrialWork
 from autotune.core.outcome import Effort, Failed, OutOfMemory
 from autotune.core.rehearsal import (
     Evaluation,
@@ -40,8 +40,7 @@ from autotune.core.workload import Workload
 from autotune.worker.failures import first_line, is_out_of_memory
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.meter import Meter, growth_of, most_host_bytes
-from autotune.worker.trial.run import Trial
-from autotune.worker.trial.trainer_steps import TrainerSteps
+from autotune.worker.trial.run import TrainerSteps, Trial
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.samples import read_lengths

@@ -1,26 +1,182 @@
-"""Run a trial or an inspection of the user's own code, by the kind of training that it is."""
+"""Run a trial, a look or an inspection of the user's own code, by the kind of training that it is.
+
+Of a loop nothing is known but what torch tells: outermost calls of modules, the tensors that backward passes begin
+from, and the first step of an optimizer after one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autotune.core.candidate import Document
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.jobs import InspectionWork, TrialWork
-from autotune.core.look import LookAnswer, LookWork
+from autotune.core.look import FirstStep, LookAnswer, LookWork
+from autotune.core.messages import InspectionWork, TrialWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory, outcome_document
 from autotune.core.rehearsal import Rehearsal, RehearsalWork
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
+from autotune.space.arms import applied_settings
+from autotune.worker.arrays import arrays_in
 from autotune.worker.process import leave
 from autotune.worker.rendezvous import Ranks
+from autotune.worker.trial.look import in_full_float32, prepare_look, step_of, turn_off_dropout
+from autotune.worker.trial.step_checks import StepChecks
 from autotune.worker.user import placeholder_inspection, trainer_inspection
+from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import Code, inspect_loop
 from autotune.worker.user.loop_rehearsal import LoopRehearsal
-from autotune.worker.user.own_look import LoopLook, TrainerLook
 from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import TrainerRehearsal
+from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
+from autotune.worker.wrapping import around
+
+Answer = Callable[[LookAnswer], NoReturn]
+
+
+# A Trainer
+
+# What is set beside batch and accumulation where the user's own settings stay: what rounds, and what compiles.
+_IN_FLOAT32: Document = {
+    "bf16": False,
+    "fp16": False,
+    "torch_compile": False,
+    "torch_compile_backend": None,
+    "torch_compile_mode": None,
+}
+
+
+class TrainerLook(TrainerTrial):
+    """A trial that ends with what its first step is given to do, and measures nothing."""
+
+    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
+        self._look, self._answer = look, answer
+
+    @property
+    def _wanted(self) -> Document:
+        """The fields of ``TrainingArguments`` to set."""
+        if not self._is_unmodified:
+            return super()._wanted
+        candidate = self._candidate
+        return {
+            "per_device_train_batch_size": candidate.per_device_train_batch_size,
+            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
+            **_IN_FLOAT32,
+        }
+
+    def _check(self, trainer: Any) -> None:
+        """Raise ``UserCodeError`` for a training whose first step is not determined by its samples."""
+        if generates(trainer.args):
+            raise UserCodeError("what it trains on is generated anew in each run")
+        if trainer.args.n_gpu > 1:
+            raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible; exactly one was expected")
+
+    def _prepare(self, trainer: Any) -> None:
+        """Make the training end with its first step."""
+        in_full_float32()
+
+        def finish(step: FirstStep) -> NoReturn:
+            self._answer(LookAnswer((step,)))
+
+        prepare_look(
+            trainer,
+            self._candidate.samples_per_step,
+            None if self._is_unmodified else applied_settings(self._candidate.arm),
+            finish,
+            seed=self._look.seed,
+            noise=self._look.noise,
+            most_bytes=self._look.cap_bytes // 2,
+        )
+
+
+# A loop
+
+
+class LoopLook(OwnTrial):
+    """A trial that ends at its first update."""
+
+    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
+        super().__init__(*args)
+        self._answer = answer
+        # What is computed is the same without a compiler, which would take its time.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+    def _make_checks(self) -> StepChecks:
+        in_full_float32()
+        _FirstStep(self._candidate.samples_per_step, self._take).install()
+        return super()._make_checks()
+
+    def _take(self, step: FirstStep) -> NoReturn:
+        """Report the first step, or the problem that its backward passes do not match."""
+        # A script with placeholders may make several backward passes of each micro-step.
+        how = self._source.interface.steps
+        asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps
+        if step.micro_steps != asked:
+            problem = f"its first update comes after {step.micro_steps} backward passes, not {asked}"
+            self._answer(LookAnswer(problem=problem))
+        dtypes = {dtype for _, dtype in self._checks.watch.autocasts} | self._checks.watch.inner_dtypes
+        computed = [torch.finfo(found).eps / 2 for name in dtypes if (found := getattr(torch, name)).is_floating_point]
+        self._answer(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
+
+
+class _FirstStep:
+    """Sees a training up to its first update."""
+
+    def __init__(self, samples: int, finish: Callable[[FirstStep], NoReturn]) -> None:
+        self._samples, self._finish = samples, finish
+        self._depth = self._passes = 0
+        self._loss = self._batch = 0.0
+        self._models: dict[int, torch.nn.Module] = {}
+
+    def install(self) -> None:
+        """Watch this process from now on."""
+        modules.register_module_forward_pre_hook(self._begin_call)
+        modules.register_module_forward_hook(self._end_call, with_kwargs=True, always_call=True)
+        around(torch.autograd, "backward", self._pass_back)
+        register_optimizer_step_pre_hook(self._update)
+
+    def _begin_call(self, called: torch.nn.Module, _: Any) -> None:
+        """Turn off dropout in a model at its first call."""
+        if self._depth == 0 and id(called) not in self._models and next(called.parameters(), None) is not None:
+            # Kept, so that no other gets its id.
+            self._models[id(called)] = called
+            turn_off_dropout(called)
+        self._depth += 1
+
+    def _end_call(self, called: Any, given: Any, named: Any, _: Any) -> None:
+        """Add the inputs of an outermost model call to the sum that identifies the batch."""
+        self._depth -= 1
+        if self._depth == 0 and torch.is_grad_enabled() and id(called) in self._models:
+            arrays = (array for array in arrays_in((given, named)) if isinstance(array, torch.Tensor))
+            self._batch += sum(float(array.detach().double().sum()) for array in arrays)
+
+    def _pass_back(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Add up the losses of backward passes."""
+        tensors = args[0] if args else kwargs.get("tensors")
+        each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
+        self._loss += sum(float(tensor.detach().double().sum()) for tensor in each)
+        self._passes += 1
+        return backward(*args, **kwargs)
+
+    def _update(self, *_: Any) -> None:
+        """Report the first step before its update."""
+        named = itertools.chain.from_iterable(
+            ((f"{at}.{name}", each) for name, each in model.named_parameters())
+            for at, model in enumerate(self._models.values())
+        )
+        if self._passes:
+            self._finish(step_of(named, self._loss, self._samples, self._passes, batch=self._batch))
+
 
 SendMessage = Callable[[str, Any], None]
 """Sends a line to the trial server: what it is, and a value."""

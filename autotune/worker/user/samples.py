@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from autotune.core.lengths import MOST_SAMPLES, Order, SampleLengths
-from autotune.worker.dataset.schedule import GROUP, spread_positions
+from autotune.worker.dataset.prepared import GROUP, spread_positions
 from autotune.worker.user.loader_overlay import batch_of
 
 # So many samples tell how many shapes an epoch has; a dataset may make each as it is asked for. Choices.

@@ -15,11 +15,10 @@ from autotune.core.code_interface import MadeFrom
 from autotune.core.launch_command import NOT_BY_SAMPLE
 from autotune.core.training_source import TrainingSource
 from autotune.space.training_arguments import checkpointing_field
-from autotune.worker.stack import lines_above, module_of, users_line
 from autotune.worker.trial.run import known_fields
 from autotune.worker.user.code import UserCodeError, load_function, run_script
 from autotune.worker.user.trainer_fields import BATCH, TrainerFields, generates
-from autotune.worker.wrapping import around, before
+from autotune.worker.wrapping import around, before, lines_above, module_of, users_line
 
 OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
@@ -105,7 +104,7 @@ class Overlay(TrainerFields):
     shortened: tuple[int, int] | None = None
     """Accumulation steps to run fewer of, and how many to run."""
     on_cpu: bool = False
-    refuse: Callable[[str, str], NoReturn] | None = None
+    refuse: Callable[[UserCodeError], NoReturn] | None = None
     """Ends an inspection, with what is wrong and what to do: the user's code might catch an error. ``None`` in a trial,
     whose settings are the candidate's."""
     is_probing: bool = False
@@ -154,16 +153,13 @@ class Overlay(TrainerFields):
         self.made_from, self.place = _origin()
         if self.refuse is not None and getattr(arguments, "fsdp", None):
             # A Trainer refuses it in a single process, as the one that is inspected is.
-            self.refuse(
-                "the TrainingArguments of the code set fsdp", "leave fsdp out, and ask for it with --strategy fsdp"
-            )
+            hint = "leave fsdp out, and ask for it with --strategy fsdp"
+            self.refuse(UserCodeError("the TrainingArguments of the code set fsdp", hint))
         parallelism = getattr(arguments, "parallelism_config", None)
         if self.refuse is not None and parallelism is not None and parallelism.non_data_parallel_size > 1:
             # Its process groups cannot be made in a single process.
-            self.refuse(
-                "the TrainingArguments of the code have several ranks share a sample (parallelism_config), which is "
-                "not searched", NOT_BY_SAMPLE,
-            )  # fmt: skip
+            shares = "the TrainingArguments of the code have several ranks share a sample (parallelism_config)"
+            self.refuse(UserCodeError(f"{shares}, which is not searched", NOT_BY_SAMPLE))
         checkpointing = checkpointing_field(known_fields())
         said = (getattr(arguments, name, False) for name in (checkpointing, "gradient_checkpointing"))
         # A copy of arguments that were overlaid shows none.

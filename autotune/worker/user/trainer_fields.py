@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autotune.core.candidate import Candidate, Document
-from autotune.space.precision_names import ACCELERATE
+from autotune.space.levers import ACCELERATE
 from autotune.space.training_arguments import linked_fields
 from autotune.worker.user.code import LAUNCHED_PRECISION
 from autotune.worker.wrapping import before

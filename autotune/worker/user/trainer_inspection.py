@@ -16,7 +16,7 @@ import torch
 from autotune.core.candidate import Document, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
-from autotune.core.jobs import InspectionWork
+from autotune.core.messages import InspectionWork
 from autotune.core.placement import RankDevices
 from autotune.training.possible import SETTINGS as LOOKED_FOR
 from autotune.training.possible import obstacles
@@ -198,7 +198,7 @@ class _Inspection:
             self._output_dir,
             tuned=tuned or {},
             on_cpu=code.work.devices.kind == "cpu",
-            refuse=self._refuse,
+            refuse=self._fail,
             is_probing=is_probing and code.source.kind == "script",
         )
 
@@ -257,7 +257,7 @@ class _Inspection:
         """Prepare the process for the user's code: guard, loop inspection, overlay of fields."""
         enter(self._source)
         loop = LoopInspection(self._code, self._output_dir, self._finish_with_model)
-        Guard(self._source, self._refuse, is_known=loop.is_at_work).install(self._code.scratch.stop_file)
+        Guard(self._source, self._fail, is_known=loop.is_at_work).install(self._code.scratch.stop_file)
         if self._source.kind == "script":
             loop.install()
         self._overlay.install()
@@ -276,9 +276,6 @@ class _Inspection:
         # What it sets once its arguments are made may be made of the batch that was put there.
         makes_anew = self._overlay.is_probing and bool(self._overlay.set_since.intersection(BATCH))
         self._finish(_RunResult(InspectionAnswer(found), failed_probing=makes_anew))
-
-    def _refuse(self, message: str, hint: str) -> NoReturn:
-        self._fail(UserCodeError(message, hint))
 
     def _fail(self, error: BaseException) -> NoReturn:
         """End the inspection with a problem."""

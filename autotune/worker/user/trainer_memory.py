@@ -22,16 +22,16 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from autotune.core.candidate import OWN_OPTIM, Arm
-from autotune.core.chip import Chip
+from autotune.core.device import Chip
 from autotune.core.inspection import ModelFacts
-from autotune.core.jobs import InspectionWork
+from autotune.core.messages import InspectionWork
 from autotune.core.prediction import TracedStep
 from autotune.space.arms import is_traced
-from autotune.space.dataloader import usable_cores
+from autotune.space.space import usable_cores
 from autotune.worker.arrays import arrays_by_place
 from autotune.worker.checkpointing import disable_checkpointing, enable_checkpointing
 from autotune.worker.failures import first_line
-from autotune.worker.fake.scaling import TRACED_BATCH, packed
+from autotune.worker.fake.memory import TRACED_BATCH, packed
 from autotune.worker.fake.semantics import install_cuda_semantics
 from autotune.worker.fake.step import Training, trace_training, with_autocast
 from autotune.worker.private.accelerate import compute_on_cpu

@@ -18,10 +18,9 @@ from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.worker.arrays import arrays_in
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
-from autotune.worker.trial.losses import LossWatch
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
-from autotune.worker.trial.run import known_fields
-from autotune.worker.trial.trainer_steps import TrainerSteps
+from autotune.worker.trial.run import TrainerSteps, known_fields
+from autotune.worker.trial.step_checks import LossWatch
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
@@ -168,10 +167,9 @@ class TrainerTrial(OwnTrial):
         samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
         asked = self._candidate.per_device_train_batch_size
         if self._has_ready_batches and samples > asked:
-            self._refuse(
-                f"the batches of {self._source.name} have {samples} samples where {asked} were set",
-                "make the batches of args.per_device_train_batch_size samples",
-            )
+            message = f"the batches of {self._source.name} have {samples} samples where {asked} were set"
+            hint = "make the batches of args.per_device_train_batch_size samples"
+            self._refuse(UserCodeError(message, hint))
         assert self._timer is not None
         self._timer.takes(inputs)
 

@@ -16,8 +16,8 @@ from typing import Any
 from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
+from autotune.core.real_training import PeakBytes, StockResult, StockWork, Stretch
 from autotune.core.units import GIB
-from autotune.core.verification import PeakBytes, StockResult, StockWork, Stretch
 from autotune.training import apply
 from autotune.worker import process
 from autotune.worker.dataset.prepared import PreparedDataset
@@ -25,8 +25,8 @@ from autotune.worker.facts import package_versions
 from autotune.worker.rendezvous import prepare_deepspeed
 from autotune.worker.trial.build import built_or_on_meta, in_deepspeeds_dtype, shard_from_meta
 from autotune.worker.trial.cores import pin_to_one_core
-from autotune.worker.trial.losses import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.meter import Meter, failure_of, open_meter
+from autotune.worker.trial.step_checks import LossWatch, on_each_micro_step, skipped_steps
 from autotune.worker.trial.synthetic import synthetic_dataset, synthetic_ingredients
 
 # Number of batches in the one evaluation, at the Trainer's default batch size. Its peak memory is that of one batch.

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from autotune.core.real_training import PeakBytes, StockResult, StockWork
 from autotune.core.schema import decode, encode
-from autotune.core.verification import PeakBytes, StockResult, StockWork
 from autotune.worker import process
 
 _RANK_MODULE = "autotune.worker.verify.torchrun"

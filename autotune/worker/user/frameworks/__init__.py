@@ -8,8 +8,7 @@ from __future__ import annotations
 from autotune.core.code_interface import Framework
 from autotune.worker.user.adapter import Overlay
 from autotune.worker.user.frameworks.accelerate import AccelerateOverlay
-from autotune.worker.user.frameworks.fabric import FabricOverlay
-from autotune.worker.user.frameworks.lightning import LightningOverlay
+from autotune.worker.user.frameworks.lightning import FabricOverlay, LightningOverlay
 
 OVERLAYS: dict[Framework, type[Overlay]] = {
     kind.framework: kind for kind in (AccelerateOverlay, FabricOverlay, LightningOverlay)

@@ -14,10 +14,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 from autotune.core.candidate import Precision
-from autotune.space import precision_names
+from autotune.space.levers import ACCELERATE
 from autotune.worker.user.adapter import AccumulatesBy, Overlay, silence
-from autotune.worker.user.code import UserCodeError
-from autotune.worker.user.script_options import set_options
+from autotune.worker.user.code import UserCodeError, set_options
 from autotune.worker.wrapping import after, around, before, on_import
 
 # More epochs or steps than any trial trains for: what comes after the training is not reached.
@@ -84,7 +83,7 @@ class AccelerateOverlay(Overlay):
         """Return the arguments of ``Accelerator`` with the candidate's settings."""
         changes, wanted = self._changes, dict[str, Any]()
         if changes.precision is not None:
-            wanted["mixed_precision"] = precision_names.ACCELERATE[changes.precision]
+            wanted["mixed_precision"] = ACCELERATE[changes.precision]
         # A script that counts its batches itself divides its losses itself, too.
         if changes.accumulation is not None and changes.interface.accumulates_by == "accelerator":
             plugin = given.get("gradient_accumulation_plugin")

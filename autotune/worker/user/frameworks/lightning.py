@@ -1,7 +1,10 @@
-"""Scripts that train with Lightning's ``Trainer`` (``lightning``, ``pytorch_lightning``).
+"""Scripts that train with Lightning's ``Trainer`` or ``Fabric`` (``lightning``, ``pytorch_lightning``).
 
 Precision and accumulation are put over the arguments of the ``Trainer``. A callback, the last one, tells where the
 training, its batches and its steps begin and end.
+
+Precision is put over that of the ``Fabric`` that the script makes. The script accumulates by itself: that can be
+searched where an option ``--gradient_accumulation_steps`` decides it.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from autotune.core.candidate import Precision
-from autotune.space import precision_names
+from autotune.space.levers import LIGHTNING, OF_LIGHTNING
 from autotune.worker.user.adapter import AccumulatesBy, Observer, Overlay, silence
-from autotune.worker.wrapping import around, on_import
+from autotune.worker.wrapping import around, before, on_import
 
 if TYPE_CHECKING:
     from autotune.worker.user.loop_steps import LoopSteps
@@ -61,7 +64,7 @@ class LightningOverlay(Overlay):
         changes, observer = self._changes, self._observer
         wanted: dict[str, Any] = {}
         if changes.precision is not None:
-            wanted["precision"] = precision_names.LIGHTNING[changes.precision]
+            wanted["precision"] = LIGHTNING[changes.precision]
         if changes.accumulation is not None:
             wanted["accumulate_grad_batches"] = changes.accumulation
 
@@ -141,7 +144,7 @@ class LightningOverlay(Overlay):
 
     def precision(self, name: str) -> Precision | None:
         """Return the precision of the ``Trainer``."""
-        return precision_names.OF_LIGHTNING.get(str(self._trainer.precision))
+        return OF_LIGHTNING.get(str(self._trainer.precision))
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int]:
         """Return the accumulation of the ``Trainer``; with manual optimization, 1 set by the script."""
@@ -178,3 +181,48 @@ def kept(package: str, callbacks: list[Any]) -> list[Any]:
     saves_config = getattr(sys.modules.get(f"{package}.cli"), "SaveConfigCallback", None)
     left_out += () if saves_config is None else (saves_config,)
     return [callback for callback in callbacks if not isinstance(callback, left_out)]
+
+
+class FabricOverlay(Overlay):
+    """What is put over every ``Fabric`` that is made in this process, and seen of it."""
+
+    framework = "fabric"
+    known_options: ClassVar = {
+        "precision": ("--precision",),
+        "workers": ("--num_workers", "--dataloader_num_workers", "--workers"),
+    }
+    _precision = "32-true"
+    """Of the one that was made last."""
+
+    def install(self) -> None:
+        """Wrap ``Fabric`` once it is imported, from either package."""
+        for package in ("lightning.fabric", "lightning_fabric"):
+            on_import(f"{package}.fabric", self._wrap)
+
+    def _wrap(self, module: ModuleType) -> None:
+        """Wrap the class ``Fabric`` of a module, so that each instance gets the candidate's precision and batch."""
+        kind: Any = module.Fabric
+        changes, observer = self._changes, self._observer
+        wanted = {} if changes.precision is None else {"precision": LIGHTNING[changes.precision]}
+        quiet: dict[str, Any] = {}
+        if observer is not None:
+            quiet = {
+                "devices": 1,
+                "num_nodes": 1,
+                "loggers": None,
+                **({"accelerator": "cpu"} if observer.on_cpu else {}),
+            }
+            silence(kind, "save", "log", "log_dict")
+            self._give_batches((module._FabricDataLoader,))
+
+        def made(make: Callable[..., None], fabric: Any, **options: Any) -> None:
+            make(fabric, **{**changes.over(options, wanted), **quiet})
+            self._precision = fabric._precision.precision
+
+        around(kind, "__init__", made)
+        for name in ("setup", "setup_module"):
+            before(kind, name, self._take_model)
+
+    def precision(self, name: str) -> Precision | None:
+        """Return the precision of the latest ``Fabric``."""
+        return OF_LIGHTNING.get(self._precision)

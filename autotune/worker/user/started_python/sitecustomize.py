@@ -24,7 +24,7 @@ def _run_the_next() -> None:
 
 _run_the_next()
 if "AUTOTUNE_WRITABLE" in os.environ:
-    from autotune.worker.user.landlock import refuse_attributes
+    from autotune.worker.user.sandbox import refuse_attributes
 
     refuse_attributes(os.environ["AUTOTUNE_WRITABLE"].split(os.pathsep))
 if "AUTOTUNE_STOP" in os.environ:

@@ -1,1 +1,0 @@
-"""Answer requests under ``/v1``, by subject."""
