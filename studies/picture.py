@@ -129,7 +129,7 @@ def draw_gains(theme: Theme, texts: list[dict[str, Any]], searches: list[dict[st
     for place, (_, gain) in zip(places, bars, strict=True):
         axes.annotate(f"{gain:.2f} ×", (gain, place), (5, 0), textcoords="offset points", va="center", fontsize=9.5)
     axes.set_yticks(places, [name for name, _ in bars])
-    axes.set_xlim(0, 4.7)
+    axes.set_xlim(0, 1.15 * max(gain for _, gain in bars))
     axes.axvline(1, color=theme.text, linewidth=1)
     axes.set_xlabel("times as fast as bf16 at the largest batch that fits")
     for side in ("top", "right"):

@@ -178,8 +178,8 @@ def _compile_repeated(trainer: Trainer, model: torch.nn.Module, dynamic: bool | 
 def _without_count(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a compiled layer that is not given ``num_items_in_batch``, which is for the loss alone.
 
-    Evaluations do not pass it, and in the first micro-step it may require a gradient. Either would compile the layer
-    once more: that took 6 s for Qwen2.5-0.5B (H200, torch 2.11.0, 28 November 2026).
+    In the first micro-step that may require a gradient, and the layers were compiled a second time for those after it:
+    6 s for Qwen2.5-0.5B (H200, torch 2.11.0, 28 November 2026).
     """
 
     @functools.wraps(compiled)

@@ -88,9 +88,9 @@ def _piece(
     return torch.stack(losses).sum(), logits
 
 
-def _compiled_piece() -> _Piece:
+def _compiled_piece(backend: str) -> _Piece:
     """Return ``_whole_piece`` compiled once, for any number of tokens."""
-    compiled = torch.compile(_whole_piece)
+    compiled = torch.compile(_whole_piece, backend=backend)
 
     def piece(
         hidden: torch.Tensor,
@@ -416,7 +416,8 @@ def fuse_loss(trainer: Trainer) -> None:
             else f"{type(trainer).__name__}.compute_loss is your own, and may read logits, which it would not be given"
         )
     # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
-    piece = _compiled_piece() if trainer.args.torch_compile else _piece
+    args = trainer.args
+    piece = _compiled_piece(args.torch_compile_backend or "inductor") if args.torch_compile else _piece
     model = trainer.accelerator.unwrap_model(trainer.model)
     # Of another Trainer it may have a fused loss, which is not to be compared with.
     _layer_of(without_adapters(model))

@@ -868,6 +868,18 @@ class TestCompiledLayers:
         train(apply(trainer, regional_compilation=True, length_multiple=8))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
+    @torch._dynamo.config.patch(error_on_recompile=True)
+    def test_nothing_is_compiled_twice_where_lengths_differ_and_accumulate(self, tmp_path: Path) -> None:
+        """Of the first micro-step it is asked whether its loss depends on the number of items, by a gradient."""
+        data = [row for length in (16, 24, 40) for row in samples(length)[:8]]
+        settings = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2, "max_steps": 3}
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        trainer = trainer_of(language_model(), data, tmp_path, **settings, **compiled)
+        torch._dynamo.reset()
+        losses, _ = train(apply(trainer, regional_compilation=True, length_multiple=8, fused_loss=True))
+        stock, _ = train(trainer_of(language_model(), data, tmp_path, **settings))
+        assert losses == pytest.approx(stock, rel=1e-5)
+
     def test_layers_are_compiled_from_the_first_micro_step_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
