@@ -247,8 +247,8 @@ RECORDED = dict.fromkeys(
     ("distilbert-base-uncased", "roberta-base", "ModernBERT-base", "vit-large-patch16-224"), "0123"
 )
 """With the numbers of their arms: two precisions, with and without checkpointing."""
-SAMPLE = {"distilbert-base-uncased": "23", "ModernBERT-base": "01"}
-"""Each precision and each choice of checkpointing once, without and with rotary positions."""
+SAMPLE = {"distilbert-base-uncased": "0123"}
+"""That with the fewest layers."""
 
 LANDSCAPES = ROOT / "studies" / "landscapes"
 CELLS = LANDSCAPES / "memory_cells_h200.jsonl"
