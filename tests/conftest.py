@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import warm
@@ -114,6 +115,23 @@ def postgres_url(postgres_server: PostgresServer, postgres_database: str) -> Ite
     """An empty database with all tables on a PostgreSQL server, as ``--storage`` names it."""
     yield postgres_server.url(postgres_database)
     postgres_server.empty(postgres_database)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Any]:
+    """An open, empty store in ``tmp_path``."""
+    # Only where a test needs it: the tests' first process needs nothing of it.
+    from searching import new_store
+
+    with new_store(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for the locks of this test."""
+    monkeypatch.setenv("AUTOTUNE_LOCKS", str(tmp_path / "locks"))
+    return tmp_path / "locks"
 
 
 @pytest.fixture(scope="session")

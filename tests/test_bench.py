@@ -4,13 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bench import OURS, Run, search
+from bench import OURS, search
 from replay import RecordedPredictions, RecordedRunner, job_of, landscapes, predictions_path, prepared_for
-from searching import new_store
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Effort
@@ -46,36 +44,21 @@ def model_of(path: Path) -> str:
 LANDSCAPES = {model_of(path): path for path in landscapes()}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
-        yield opened
+def test_every_landscape_has_bounds() -> None:
+    assert set(WITH_PREDICTIONS) == set(WITHOUT_PREDICTIONS) == set(LANDSCAPES)
 
 
-def assert_no_dearer(run: Run, bounds: Bounds) -> None:
-    to_goal, to_end = bounds
+@pytest.mark.parametrize("model", LANDSCAPES)
+@pytest.mark.parametrize("prediction_seconds", [5.0, None])
+def test_a_search_needs_no_more_trials_than_it_did(model: str, prediction_seconds: float | None, store: Store) -> None:
+    run = search(LANDSCAPES[model], store, 42, WITHIN, prediction_seconds=prediction_seconds)
+    to_goal, to_end = (WITHOUT_PREDICTIONS if prediction_seconds is None else WITH_PREDICTIONS)[model]
     assert run.reached.trials <= to_goal[0]
     assert run.reached.out_of_memory <= to_goal[1]
     assert run.ended.trials <= to_end[0]
     assert run.ended.out_of_memory <= to_end[1]
     assert run.answer is not None
     assert run.answer >= 1 - WITHIN
-
-
-def test_every_landscape_has_bounds() -> None:
-    assert set(WITH_PREDICTIONS) == set(WITHOUT_PREDICTIONS) == set(LANDSCAPES)
-
-
-@pytest.mark.parametrize("model", WITH_PREDICTIONS)
-def test_a_search_with_predictions_needs_no_more_trials_than_it_did(model: str, store: Store) -> None:
-    run = search(LANDSCAPES[model], store, 42, WITHIN, prediction_seconds=5.0)
-    assert_no_dearer(run, WITH_PREDICTIONS[model])
-
-
-@pytest.mark.parametrize("model", WITHOUT_PREDICTIONS)
-def test_a_search_without_predictions_needs_no_more_trials_than_it_did(model: str, store: Store) -> None:
-    run = search(LANDSCAPES[model], store, 42, WITHIN, prediction_seconds=None)
-    assert_no_dearer(run, WITHOUT_PREDICTIONS[model])
 
 
 @pytest.mark.parametrize("path", landscapes(), ids=model_of)

@@ -22,7 +22,13 @@ _BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), k
 
 def changed(arm: Arm, **values: Any) -> Arm:
     """Return an arm with other settings; what is part of one that is now the default gets its default, too."""
-    other = dataclasses.replace(arm, **values)
+    return _changed(arm, tuple(values.items()))
+
+
+# A search asks for the same again and again, of all its candidates after each trial.
+@cache
+def _changed(arm: Arm, values: tuple[tuple[str, Any], ...]) -> Arm:
+    other = dataclasses.replace(arm, **dict(values))
     idle = [
         row.name
         for row in LEVERS
@@ -131,6 +137,7 @@ def inconvenience(arm: Arm) -> tuple[int, ...]:
     return tuple(row.inconvenience(v) if row.inconvenience else row.values.index(v) for row, v in values)
 
 
+@cache
 def excluding(arm: Arm) -> str | None:
     """Return which two settings of an arm cannot be together, in words; ``None`` where all can."""
     for row in LEVERS:

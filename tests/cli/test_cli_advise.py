@@ -92,22 +92,13 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
 def test_adapters_are_compared_over_weights_that_every_gpu_computes_with(tmp_path: Path) -> None:
     """The Turing card has no bf16, and no flash attention for weights in 16 bits."""
     pytest.importorskip("peft", reason="peft is not installed")
-    # The two layers are as wide as those of the whole model.
-    config = {**resolve_model("llama-3.2-1b").config, "num_hidden_layers": 2}
+    # The layer is as wide as those of the whole model.
+    config = {**resolve_model("llama-3.2-1b").config, "num_hidden_layers": 1}
     (tmp_path / "wide").mkdir()
     (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
     adapted = ("--model", "./wide", "--peft", "lora", "--seq-len", "64")
-    few = (
-        "--effective-batch",
-        "8",
-        "--batch-multiple",
-        "8",
-        "--gpu",
-        "rtx-4090,t4",
-        "--gradient-checkpointing",
-        "off",
-        "--json",
-    )
+    few = ("--effective-batch", "8", "--batch-multiple", "8", "--gpu", "rtx-4090,t4", "--json")
+    few = (*few, "--gradient-checkpointing", "off")
     done = run_process("advise", *adapted, *few, folder=tmp_path)
     assert done.code == 0, done.stderr
     document = json.loads(done.stdout)

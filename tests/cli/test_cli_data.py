@@ -20,6 +20,11 @@ SHORT = [4, 6, 9, 12, 7, 5]
 SEARCH = ("search", "--model", TINY_MODEL, "--seq-len", str(SEQ_LEN), "--device", "cpu", "--json", "--storage", "s.db")
 # A batch of 32 takes 166 MiB with the long sample in it, one of 16 takes 103 MiB.
 LIMIT_BYTES = 130 * MIB
+# The defaults, a batch too large, and one that fits.
+OWN = (
+    *SEARCH, "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--study", "own", "--precision", "fp32",
+    "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B", "--trials", "3",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
@@ -40,11 +45,7 @@ def place(cold: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def searched(place: Path, cold: bool) -> Ran:
     """A search that has to leave room for the one long sample."""
-    ran = run_process(
-        *SEARCH, "--dataset", "train.jsonl", "--tokenizer", "tokenizer", "--effective-batch", str(BATCH),
-        "--study", "own", "--precision", "fp32", "--gradient-checkpointing", "off",
-        "--memory-limit", f"{LIMIT_BYTES}B", folder=place, cold=cold,
-    )  # fmt: skip
+    ran = run_process(*OWN, "--dataset", "train.jsonl", folder=place, cold=cold)
     assert ran.code == 0, ran.stderr
     return ran
 
@@ -146,28 +147,23 @@ def test_what_was_read_is_read_again_where_it_is_gone_unless_it_has_changed(sear
 def test_the_same_data_elsewhere_is_the_other_studys_own(searched: Ran, place: Path) -> None:
     """What was measured is shared; where its data lies each study says for itself, and goes on with that."""
     shutil.copy(place / "train.jsonl", place / "copy of it.jsonl")
-    options = (
-        "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--precision", "fp32",
-        "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B",
-    )  # fmt: skip
     copied = ("--study", "copied", "--dataset", "copy of it.jsonl")
-    first, second = (run_process(*SEARCH, *options, *copied, folder=place) for _ in range(2))
+    first, second = (run_process(*OWN, *copied, folder=place) for _ in range(2))
     assert (first.code, second.code) == (0, 0), second.stderr
     assert "data    copy of it.jsonl" in first.stderr
-    assert "the study copied was finished" in second.stderr
+    assert "continuing the study copied, 3 trials recorded" in second.stderr
     shown = run_process("show", "copied", "--storage", "s.db", folder=place).stdout
     assert "copy of it.jsonl" in shown
     assert "train.jsonl" not in shown
 
 
 def test_a_search_goes_on_with_the_same_data_and_refuses_other(searched: Ran, place: Path) -> None:
-    again = (*SEARCH, "--tokenizer", "tokenizer", "--effective-batch", str(BATCH), "--study", "own",
-             "--precision", "fp32", "--gradient-checkpointing", "off", "--memory-limit", f"{LIMIT_BYTES}B")  # fmt: skip
-    same = run_process(*again, "--dataset", "train.jsonl", folder=place)
+    same = run_process(*OWN, "--dataset", "train.jsonl", folder=place)
     assert same.code == 0, same.stderr
-    assert "the study own was finished" in same.stderr
+    assert "continuing the study own, 3 trials recorded" in same.stderr
+    assert json.loads(same.stdout)["trials"] == json.loads(searched.stdout)["trials"]
     write_jsonl(place / "other.jsonl", samples([*SHORT * 40, 100]))
-    other = run_process(*again, "--dataset", "other.jsonl", folder=place)
+    other = run_process(*OWN, "--dataset", "other.jsonl", folder=place)
     assert other.code == 2
     assert f"data: {place / 'train.jsonl'}, now {place / 'other.jsonl'}" in other.stderr
     assert "--study" in other.stderr

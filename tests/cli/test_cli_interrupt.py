@@ -14,10 +14,10 @@ import warm
 from command_line import TINY_SEARCH, Studied, command, environment, run_process
 from processes import all_gone, children, processes_named, wait_until
 
-# Trials of a second or more each, so that a signal meets one under way.
-SLOW = ("--effective-batch", "64", "--seq-len", "128", "--study", "slow")
+# Trials of half a second or more each, so that a signal meets one under way.
+SLOW = ("--effective-batch", "32", "--seq-len", "128", "--study", "slow")
 # Of many seconds, so that the second signal meets the same one, too.
-SLOWER = (*SLOW, "--seq-len", "512")
+SLOWER = (*SLOW, "--effective-batch", "64", "--seq-len", "512")
 
 
 class Search:

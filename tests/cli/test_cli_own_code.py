@@ -39,12 +39,12 @@ class Searched:
         return run_process("search", "--device", "cpu", *words, folder=self.folder, cold=cold, **variables)
 
 
-STUDY = ("--study", "mine", "--effective-batch", "16", "--trials", "3")
+STUDY = ("--study", "mine", "--effective-batch", "16", "--trials", "2")
 
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
 def searched(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Searched:
-    """One real search: the unmodified settings, then two candidates."""
+    """One real search: the unmodified settings, then a candidate."""
     folder = tmp_path_factory.mktemp("script")
     write_texts(folder / "train.csv")
     (folder / "out").mkdir()
@@ -164,12 +164,12 @@ def test_each_process_of_a_training_on_several_devices_has_the_winner(searched: 
 
 
 def test_the_study_is_continued_only_with_the_same_script(searched: Searched) -> None:
-    """A larger budget is no other search; other options of the script are."""
+    """Other options of the script are another search."""
     own = (*SCRIPT, *OWN_SETTINGS, "--output_dir", "out")
-    again = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own)
+    again = searched.search(*STUDY, "--", *own)
     assert again.code == 0, again.stderr
-    assert re.search(r"the study mine( was finished)?, 3 trials recorded", again.stderr), again.stderr
-    other = searched.search("--study", "mine", "--effective-batch", "16", "--trials", "3", "--", *own, "--seed", "1")
+    assert re.search(r"the study mine( was finished)?, 2 trials recorded", again.stderr), again.stderr
+    other = searched.search(*STUDY, "--", *own, "--seed", "1")
     assert other.code == 2
     assert "was made with other settings (source.argv: " in other.stderr
     assert "up to its training" not in other.stderr, "it is refused before the script is run"

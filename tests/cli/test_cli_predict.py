@@ -123,7 +123,7 @@ def test_what_saves_memory_is_predicted_where_nothing_fits_without(tmp_path: Pat
     spec = tmp_path / "spec.json"
     # 880 MiB without, 667 MiB with; the context takes 715 MiB.
     spec.write_text(json.dumps({"small": {**SPEC, "memory": "1.75GiB"}, "large": SPEC}))
-    on = (*trained, "--gpu-spec", str(spec), "--precision", "bf16", "--json")
+    on = (*trained, "--gpu-spec", str(spec), "--precision", "bf16", "--gradient-checkpointing", "on", "--json")
     predicted = run_process("predict", *on, "--gpu", "small,large", folder=tmp_path)
     assert predicted.code == 0, predicted.stderr
     small, large = json.loads(predicted.stdout)["gpus"]

@@ -13,13 +13,14 @@ from command_line import TINY_SEARCH, Ran, Run, command, environment, run_proces
 
 from autotune.devices.lock import Presence
 
-AGAIN = (*TINY_SEARCH, "--effective-batch", "16")
+AGAIN = (
+    *TINY_SEARCH, "--effective-batch", "16", "--precision", "fp32", "--gradient-checkpointing", "off", "--trials", "2",
+)  # fmt: skip
 
 
 def search_again(path: Path, *options: str, **variables: str) -> Ran:
     """Repeat the search under another name, with no more trials than were measured."""
-    words = (*AGAIN, "--precision", "fp32", "--gradient-checkpointing", "off", "--json", "--storage", str(path))
-    return run_process(*words, *options, folder=path.parent, **variables)
+    return run_process(*AGAIN, "--json", "--storage", str(path), *options, folder=path.parent, **variables)
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +119,8 @@ def test_any_name_will_do_for_the_file(copy: Path, name: str) -> None:
 
 def test_no_home_no_terminal_no_width(copy: Path) -> None:
     kept = {name: value for name, value in environment().items() if name not in ("HOME", "TERM", "XDG_CACHE_HOME")}
-    words = (*AGAIN, "--precision", "fp32", "--gradient-checkpointing", "off", "--storage", str(copy), "--study", "x")
     ended = subprocess.run(
-        command(*words),
+        command(*AGAIN, "--storage", str(copy), "--study", "x"),
         cwd=copy.parent,
         env={**kept, "COLUMNS": "20"},
         stdin=subprocess.DEVNULL,

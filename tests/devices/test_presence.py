@@ -4,7 +4,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import warm
@@ -24,6 +23,8 @@ from autotune.store.records import Repeats, TrialRecord
 CANDIDATE = Candidate(Arm("bf16"), 8)
 COMPLETED = Completed(measurement(CANDIDATE, 1.0, 1000, 1000))
 
+pytestmark = pytest.mark.usefixtures("locks")
+
 STAY = """
 import sys
 from autotune.devices.lock import Presence
@@ -31,13 +32,6 @@ with Presence("cpu"):
     print("here", flush=True)
     sys.stdin.read()
 """
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the locks of this test."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
-    return tmp_path / "locks"
 
 
 @contextmanager

@@ -95,7 +95,9 @@ def test_the_tutorial(tmp_path: Path) -> None:
     ]
     script, make_model = blocks(read(page), "python")
     assert len([line for line in script.splitlines() if line.strip()]) <= 20
-    (tmp_path / "train.py").write_text(script, encoding="utf-8")
+    # One of its steps: most of each is the optimizer's, on 30,522 tokens.
+    assert "max_steps=10" in script
+    (tmp_path / "train.py").write_text(script.replace("max_steps=10", "max_steps=1"), encoding="utf-8")
     (tmp_path / "make_model.py").write_text(make_model, encoding="utf-8")
     (tmp_path / "training_arguments.json").write_text(exported, encoding="utf-8")
     run("make_model.py", folder=tmp_path)
@@ -117,7 +119,10 @@ def test_the_trainer_is_searched_and_trains_with_an_export(tmp_path: Path) -> No
     """The page's file on one candidate, and then by itself."""
     page = "how-to/own-trainer.md"
     trainer = next(block for block in blocks(read(page), "py") if "def build" in block)
-    (tmp_path / "train.py").write_text(trainer, encoding="utf-8")
+    sizes = "hidden_size=128"
+    assert sizes in trainer
+    small = trainer.replace(sizes, "hidden_size=32, intermediate_size=64, vocab_size=1000")
+    (tmp_path / "train.py").write_text(small, encoding="utf-8")
     replay(page, "autotune search --trainer train.py:build --effective-batch 32", OWN, tmp_path)
     exported, _ = run("-m", "autotune", "export", "train-build-32", folder=tmp_path)
     small = {**json.loads(exported), "max_steps": 1}

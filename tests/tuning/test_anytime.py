@@ -604,18 +604,22 @@ class TestMemory:
         # 40 - 30 · 14 / 24 GiB are 22.5 of 24.
         assert 13 <= (idea.candidate.arm.checkpointed_layers or 0) <= 15
 
-    def test_of_compiled_layers_as_few_recompute_as_leave_room_above_what_was_measured(self) -> None:
-        compiled = replace(self.ALL, torch_compile=True, regional_compilation=True)
+    def compiled(self) -> tuple[Candidate, History, Anytime]:
+        """Compiled layers that all recompute, as measured, and what may be tried next."""
+        root = Candidate(replace(self.ALL, torch_compile=True, regional_compilation=True), 64)
         space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers", "torch_compile"}))
-        root = Candidate(compiled, 64)
         measured = replace(measurement(root, 1.0, 8 * GIB, 8 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
         history = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24), layers=24)
         history.add(Tried("a", root, Completed(measured)))
-        idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
+        return root, history, Anytime(space)
+
+    def test_of_compiled_layers_as_few_recompute_as_leave_room_above_what_was_measured(self) -> None:
+        root, history, levers = self.compiled()
+        idea = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         assert idea is not None
         # They took 0.8 of what is predicted: layers that keep their activations may add 1.0 to 1.25 GiB each to 8 GiB.
         count = idea.candidate.arm.checkpointed_layers or 0
-        assert idea.candidate.arm == replace(compiled, checkpointed_layers=count)
+        assert idea.candidate.arm == replace(root.arm, checkpointed_layers=count)
         assert 8 <= count <= 13
 
         # Measured, they add 0.5 GiB each, so that more have room.
@@ -623,19 +627,13 @@ class TestMemory:
         gib = 8 + (24 - count) // 2
         measured = replace(measurement(fewer, 0.93, gib * GIB, gib * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
         history.add(Tried("b", fewer, Completed(measured)))
-        again = Anytime(space).next(history, {root, fewer}, usual_seconds=3.0, spent_seconds=0.0)
+        again = levers.next(history, {root, fewer}, usual_seconds=3.0, spent_seconds=0.0)
         assert again is not None
         assert (again.candidate.arm.checkpointed_layers or 0) < count - 3
         assert 1.02 < again.gain < 1.3
 
     def test_what_ran_out_of_memory_is_not_followed_by_one_layer_more(self) -> None:
-        compiled = replace(self.ALL, torch_compile=True, regional_compilation=True)
-        space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers", "torch_compile"}))
-        root = Candidate(compiled, 64)
-        measured = replace(measurement(root, 1.0, 8 * GIB, 8 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
-        history = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24), layers=24)
-        levers = Anytime(space)
-        history.add(Tried("a", root, Completed(measured)))
+        root, history, levers = self.compiled()
         idea = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         assert idea is not None
         history.add(Tried("b", idea.candidate, out_of_memory(24 * GIB)))

@@ -25,6 +25,8 @@ from autotune.tuning.exclusive import Turn, take_turn
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
 
+pytestmark = pytest.mark.usefixtures("locks")
+
 HOLD = """
 import sys, time
 from autotune.devices.lock import Lock
@@ -37,15 +39,8 @@ time.sleep(600)
 Hold = Callable[[str], "subprocess.Popen[str]"]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the locks of this test."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
-    return tmp_path / "locks"
-
-
 @pytest.fixture
-def hold(folder: Path) -> Iterator[Hold]:
+def hold(locks: Path) -> Iterator[Hold]:
     """Starts another process that holds a lock."""
     started: list[subprocess.Popen[str]] = []
 
@@ -71,12 +66,12 @@ def test_a_lock_says_who_holds_it_and_vanishes_with_the_process(hold: Hold) -> N
         assert lock.acquire("ours") is None
 
 
-def test_locks_of_other_names_are_free(hold: Hold, folder: Path) -> None:
+def test_locks_of_other_names_are_free(hold: Hold, locks: Path) -> None:
     hold("GPU-1")
     for name in ("GPU-2", "GPU/1", "../../GPU-1", "GPU-1 ", "x" * 400, "\udcff"):
         with Lock(name) as lock:
             assert lock.acquire("ours") is None
-    assert {path.parent for path in folder.rglob("*.lock")} == {folder}
+    assert {path.parent for path in locks.rglob("*.lock")} == {locks}
 
 
 def test_a_lock_is_not_inherited(tmp_path: Path) -> None:
@@ -89,9 +84,9 @@ def test_a_lock_is_not_inherited(tmp_path: Path) -> None:
     child.wait()
 
 
-def test_a_file_that_says_nothing_still_locks(hold: Hold, folder: Path) -> None:
+def test_a_file_that_says_nothing_still_locks(hold: Hold, locks: Path) -> None:
     hold("GPU-1")
-    (path,) = folder.glob("*.lock")
+    (path,) = locks.glob("*.lock")
     path.write_text("{")
     assert Lock("GPU-1").acquire("ours") == Holder()
     assert Holder().describe() == "another process"
@@ -111,30 +106,30 @@ def test_where_no_lock_can_be_kept_that_is_said_once(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link for another user")
-def test_a_folder_that_is_another_user_s_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_another_user_s_link_is_not_followed(locks: Path, tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.mkdir()
-    folder.symlink_to(target)
+    locks.symlink_to(target)
     with Lock("GPU-1") as lock:
         assert lock.acquire("ours") is None, "a link of one's own is"
     (found,) = target.iterdir()
     found.unlink()
-    os.chown(folder, 12_345, 12_345, follow_symlinks=False)
+    os.chown(locks, 12_345, 12_345, follow_symlinks=False)
     with Lock("GPU-1") as lock, pytest.raises(LockError, match="a link that another user made"):
         lock.acquire("ours")
     assert list(target.iterdir()) == []
 
 
-def test_a_folder_is_made_for_all_users(folder: Path) -> None:
+def test_a_folder_is_made_for_all_users(locks: Path) -> None:
     with Lock("GPU-1") as lock:
         lock.acquire("ours")
-    assert folder.stat().st_mode & 0o7777 == 0o1777
+    assert locks.stat().st_mode & 0o7777 == 0o1777
 
 
-def test_a_link_is_not_followed(folder: Path, tmp_path: Path) -> None:
+def test_a_link_is_not_followed(locks: Path, tmp_path: Path) -> None:
     with Lock("GPU-1") as lock:
         assert lock.acquire("ours") is None
-    (path,) = folder.glob("*.lock")
+    (path,) = locks.glob("*.lock")
     path.unlink()
     target = tmp_path / "precious"
     target.write_text("precious")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -80,12 +79,6 @@ class Answers:
 def prepared(**options: Any) -> Prepared:
     """The example's search on a GPU whose chip is known."""
     return prepare(request(**options), dataclasses.replace(FACTS, chip=CHIPS["h200"]))
-
-
-@pytest.fixture
-def store(tmp_path: Any) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
-        yield opened
 
 
 def test_a_search_with_predictions_meets_no_out_of_memory(store: Store) -> None:

@@ -186,7 +186,7 @@ def test_a_grid_on_two_devices(cpu: Device, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WARM_REPORT", str(started))
     request = SearchRequest(
         tiny_workload("bert-tiny"), cpu, beside=(cpu,), effective_batch=16, sampler="grid", study="two",
-        precisions=("fp32",), gradient_checkpointing="off",
+        precisions=("fp32",), gradient_checkpointing="off", trials=4,
     )  # fmt: skip
     observer = _Company()
     study, report = run_search(request, str(tmp_path / "studies.db"), observer)

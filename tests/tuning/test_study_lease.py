@@ -30,6 +30,8 @@ from autotune.tuning.exclusive import hold_lease
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
 
+pytestmark = pytest.mark.usefixtures("locks")
+
 HOLD = """
 import platform, sys
 platform.node = lambda: sys.argv[2]
@@ -41,11 +43,6 @@ with open_store(sys.argv[1]) as store, hold_lease(store, "ours", wait=None):
 """
 
 Hold = Callable[[str], "subprocess.Popen[str]"]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "locks"))
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 
 
-@pytest.fixture(scope="module", params=[60, pytest.param(120, marks=pytest.mark.whole)])
+@pytest.fixture(scope="module", params=[40, pytest.param(120, marks=pytest.mark.whole)])
 def worlds(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 

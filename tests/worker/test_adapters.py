@@ -31,7 +31,13 @@ def with_lora(workload: Workload, **changes: object) -> Workload:
     return dataclasses.replace(workload, **{"peft": "lora", "lora_rank": 4, **changes})
 
 
-@pytest.fixture(params=sorted(ONE_OF_EACH_TASK))
+# Those whose models other tests here adapt.
+_WIDER = ("image-classification", "masked-lm", "sequence-classification")
+
+
+@pytest.fixture(
+    params=[pytest.param(task, marks=pytest.mark.whole if task in _WIDER else ()) for task in sorted(ONE_OF_EACH_TASK)]
+)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TrialServer]:
     task: Task = request.param
     with TrialServer(

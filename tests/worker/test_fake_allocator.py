@@ -213,7 +213,7 @@ for sparse in (False, True):
     print(told, ran)
 
 # So many weights that they are most of what is there at the end of the forward pass.
-config = {**workload.config, "intermediate_size": 2**16, "num_hidden_layers": 8}
+config = {**workload.config, "intermediate_size": 2**16, "num_hidden_layers": 4}
 for uncached in (False, True):
     training = FakeTraining(Workload("wide", config, "causal-lm", 8), Arm("bf16", True, uncached_casts=uncached), chip)
     peak = replay(training.step().at(1, chip, accumulation=2)).peak_allocated_bytes

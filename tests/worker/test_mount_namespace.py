@@ -297,8 +297,14 @@ OWN_FILE_SYSTEMS = {
 """By kind, how it is mounted over the folder in which a shell is."""
 
 
-@as_user
-@pytest.mark.parametrize("kind", OWN_FILE_SYSTEMS)
+@pytest.mark.parametrize(
+    ("kind", "user"),
+    [
+        pytest.param(kind, user, marks=() if (kind == "in memory") == (user == 0) else pytest.mark.whole)
+        for kind in OWN_FILE_SYSTEMS
+        for user in (0, NOT_ROOT)
+    ],
+)
 def test_a_folder_on_a_file_system_of_its_own_stays_as_it_is(
     folder: Path, user: int, kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,10 @@ def test_a_trainers_memory_is_that_of_the_built_in_training(trial_server: Server
     traced = {(trace.arm.precision, trace.arm.gradient_checkpointing) for trace in model.memory}
     assert traced == {("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)}
     built_in = Workload("tiny", {**model.config, "model_type": "bert"}, "sequence-classification", 12)
-    for trace in model.memory:
+    # Each precision and each choice of checkpointing once.
+    for trace in (
+        trace for trace in model.memory if (trace.arm.precision == "bf16") is trace.arm.gradient_checkpointing
+    ):
         own = predicted(trial_server, built_in, trace.arm, trace.step)
         like = predicted(trial_server, built_in, trace.arm)
         assert own.peaks == like.peaks

@@ -1,6 +1,7 @@
 """Trials of scripts that are told their settings by placeholders, whatever their loop is, on the CPU."""
 
 import dataclasses
+import functools
 import shlex
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,8 @@ for step in range(args.steps):
     print(f"step {step} of {batch} x {accum}", flush=True)
 """
 OPTIONS = "-b {batch} --accum {accumulation}"
+WIDER = functools.partial(pytest.param, marks=pytest.mark.whole)
+"""For what ``make test`` has a sample of."""
 ALL = OPTIONS + " --dtype '{precision:fp32=float32,bf16=bfloat16}' '{checkpointing:on=--ckpt}'"
 
 
@@ -174,21 +177,21 @@ def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -
     [
         # By name, and all tokens in one dimension.
         (OPTIONS + " --shape named", ["batch", "accumulation"], {}, (3, 1, "fp32")),
-        (OPTIONS + " --shape flat", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        WIDER(OPTIONS + " --shape flat", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         # Two optimizers in one step, in turn, and one that steps more seldom; a teacher; a model in two parts.
-        (OPTIONS + " --shape two", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        WIDER(OPTIONS + " --shape two", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape gan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
-        (OPTIONS + " --shape wgan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
-        (OPTIONS + " --shape rows", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        WIDER(OPTIONS + " --shape wgan", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        WIDER(OPTIONS + " --shape rows", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         # A call for each sample; samples of many sizes in one tensor, that come out one by one.
         (OPTIONS + " --shape each", ["batch", "accumulation"], {}, (3, 1, "fp32")),
-        (OPTIONS + " --shape graphs", ["batch", "accumulation"], {}, (3, 1, "fp32")),
+        WIDER(OPTIONS + " --shape graphs", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape teacher", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         (OPTIONS + " --shape parts --compile", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         # Accumulation from a total: one that it is told, one in tokens, and one of its own.
         ("-b {batch} --total {effective_batch}", ["batch", "accumulation"], {}, (3, 1, "fp32")),
         ("-b {batch} --total-tokens {effective_tokens}", ["batch", "accumulation"], {}, (3, 1, "fp32")),
-        ("-b {batch} --total 24", ["batch", "accumulation"], {"effective_batch": 24}, (3, 8, "fp32")),
+        WIDER("-b {batch} --total 24", ["batch", "accumulation"], {"effective_batch": 24}, (3, 8, "fp32")),
         # One of the two alone.
         ("-b {batch} --accum 5", ["batch"], {"accumulation": 5}, (3, 5, "fp32")),
         ("-b 6 --accum {accumulation}", ["accumulation"], {"batch": 6}, (6, 1, "fp32")),

@@ -51,7 +51,9 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     ("of", "strategy", "compiled", "ranks"),
     # A compiler for C++ takes most of the last one's time.
     [
-        *((of, "fsdp", False, 2) for of in WORKLOADS),
+        *((of, "fsdp", False, 2) for of in ("own Trainer", "adapters")),
+        # Those of its checkpoint are measured all the same.
+        pytest.param("built in", "fsdp", False, 2, marks=pytest.mark.whole),
         pytest.param("built in", "fsdp-keep", False, 4, marks=pytest.mark.whole),
         pytest.param("built in", "hybrid", False, 4, marks=pytest.mark.whole),
         pytest.param("built in", "fsdp", True, 2, marks=pytest.mark.whole),

@@ -150,7 +150,7 @@ def test_what_is_hidden_is_there_again_unless_it_is_hidden_for_good(monkeypatch:
 def test_the_kernels_of_a_training_step_can_be_used(convolves: bool) -> None:
     code = "import sys, torch; from autotune.worker.trial.meter import use_kernels; "
     code += "use_kernels(torch.device('cpu'), convolves=sys.argv[1] == 'True'); print(torch.get_default_dtype())"
-    warm.output_of("-c", code, str(convolves))
+    assert warm.output_of("-c", code, str(convolves)) == "torch.float32\n"
 
 
 CUBLAS = """
