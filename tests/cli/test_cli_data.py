@@ -151,7 +151,7 @@ def test_the_same_data_elsewhere_is_the_other_studys_own(searched: Ran, place: P
     first, second = (run_process(*OWN, *copied, folder=place) for _ in range(2))
     assert (first.code, second.code) == (0, 0), second.stderr
     assert "data    copy of it.jsonl" in first.stderr
-    assert "continuing the study copied, 3 trials recorded" in second.stderr
+    assert "the study copied was finished" in second.stderr
     shown = run_process("show", "copied", "--storage", "s.db", folder=place).stdout
     assert "copy of it.jsonl" in shown
     assert "train.jsonl" not in shown
