@@ -255,12 +255,13 @@ class Access:
 
     def _read(self) -> None:
         """Read the tokens, and log added and removed ones."""
-        known, self._tokens = self._tokens, self.searches.store.queue.tokens_by_digest()
+        known, tokens = self._tokens, self.searches.store.queue.tokens_by_digest()
         is_first, self._read_at = self._read_at == -math.inf, time.monotonic()
-        changed = known.keys() ^ self._tokens.keys()
-        for key in () if is_first else changed:
-            token, what = (known[key], "removed") if key in known else (self._tokens[key], "added")
+        for key in () if is_first else known.keys() ^ tokens.keys():
+            token, what = (known[key], "removed") if key in known else (tokens[key], "added")
             log.info(f"token {what}", extra={"fields": {"name": token.name, "role": token.role}})
+        # Last, so that a stream that ends with its token ends after the log says so.
+        self._tokens = tokens
 
     def count_submission(self, token: TokenRecord) -> None:
         """Count a submission of a token. Raises ``ServiceError`` for too many in a minute."""
