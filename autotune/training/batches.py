@@ -1,9 +1,9 @@
-"""Change a ``Trainer`` while it trains: the batches that it loads, padded to few lengths, and what holds until its end.
+"""Change the batches that a ``Trainer`` loads, and the attention that they meet, until its training ends.
 
 A batch of a length that did not occur before costs host time, and compiled code and CUDA graphs are for one shape each.
 Padded to a multiple of some tokens, batches have few lengths. Padding is masked, so that the loss is the same.
 
-So are attention masks left out that mask nothing, and cuDNN's attention.
+Attention masks that mask nothing, and cuDNN's attention, are left out in the same way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Go on once a search has its first answer: levers on what was measured, alone and in pairs.
+"""Go on once a search has its first answer: levers on what was measured, alone and together.
 
 Levers interact, so every measured candidate is a place to try one: with graphs another precision may be the fastest,
 and compiled a larger batch fits. This module says which candidates there are. What they are worth is said by the
@@ -149,8 +149,7 @@ class Anytime:
         Of what ran and left too little memory, the same in segments that expand is one, too, and with levers the next
         smaller batch.
         """
-        judge, chances = Judge(self._space, history), Chances(history)
-        failed, doubtful = (frozenset(chances.failing(least)) for least in (_SURELY, _PERHAPS))
+        judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
         roots = sorted(history.believed(set(among)), key=speed_of, reverse=True)[:_MOST_ROOTS]
         over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
         pairs = [(root, each) for root in roots for each in self._changes(history, root.candidate, failed, doubtful)]
@@ -172,8 +171,7 @@ class Anytime:
 
     def _with_one_more(self, history: History, candidate: Candidate, root: Tried) -> dict[Candidate, Tried]:
         """Return what a candidate becomes with each lever that it may have besides its own."""
-        judge, chances = Judge(self._space, history), Chances(history)
-        failed, doubtful = (frozenset(chances.failing(least)) for least in (_SURELY, _PERHAPS))
+        judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
         further = (self._with(candidate, row, failed) for row in self._rows(candidate, failed, doubtful))
         return {each: root for each in further if self._can_be(history, judge, root, each)}
 
@@ -257,6 +255,12 @@ class Anytime:
     def left_out(self, history: History) -> tuple[LeftOut, ...]:
         """Return the levers that are taken to fail, each with the message of a trial."""
         return tuple(LeftOut((PRIORS[name].called,), why) for name, why in Chances(history).failing().items())
+
+
+def _failing(history: History) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the levers that are surely broken, and those that are perhaps."""
+    chances = Chances(history)
+    return frozenset(chances.failing(_SURELY)), frozenset(chances.failing(_PERHAPS))
 
 
 def gain_given(idea: Idea, history: History, among: Collection[Candidate]) -> float | None:
