@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset
 
 from autotune.worker.user.samples import lengths_of_loader, sample_lengths
@@ -53,6 +54,25 @@ def test_a_row_of_samples_is_no_long_sample() -> None:
     assert unread is not None
     assert unread.counts == ()
     assert unread.unknown is not None
+
+
+@pytest.mark.parametrize("stored", [None, "torch", "numpy", "custom"])
+def test_all_samples_of_a_stored_dataset_are_read_as_they_are_given(stored: str | None) -> None:
+    texts = [
+        {"input_ids": [5] * 40, "attention_mask": [1] * (1 + at % 40) + [0] * (39 - at % 40)} for at in range(9000)
+    ]
+    data = Dataset.from_list(texts).shuffle(seed=1)
+    if stored == "custom":
+        data = data.with_transform(lambda batch: {"input_ids": [[7, 7, 7] for _ in batch["input_ids"]]})
+    else:
+        data = data.with_format(stored)
+    found = sample_lengths(data, batches(), 4, "random")
+    assert found is not None
+    assert found.samples == 9000
+    expected = ((3, 9000),) if stored == "custom" else tuple((tokens, 225) for tokens in range(1, 41))
+    assert found.counts == expected
+    if stored != "custom":
+        assert {sum(data.with_format(None)[index]["attention_mask"]) for index in found.longest_samples} == {40}
 
 
 class Stream(IterableDataset[dict[str, Any]]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
@@ -14,9 +15,12 @@ from autotune.core.lengths import MOST_SAMPLES, Order, SampleLengths
 from autotune.worker.dataset.prepared import GROUP, spread_positions
 from autotune.worker.user.loader_overlay import batch_of
 
-# So many samples tell how many shapes an epoch has; a dataset may make each as it is asked for. Choices.
-_MOST_SAMPLES = 4_000
+# All samples are read where that is quick: trials then meet the longest. A dataset may make each as it is asked for, so
+# the time is limited; 4,000 samples would tell how many shapes an epoch has. Choices.
+_MOST_SAMPLES = 500_000
 _MOST_SECONDS = 2.0
+# Rows of a ``datasets.Dataset`` that are read at once.
+_BLOCK = 1_000
 _LONGEST = 64
 _COLLATED = 3
 _IDS, _MASK = "input_ids", "attention_mask"
@@ -83,24 +87,47 @@ def read_lengths(dataset: Any, indices: Iterable[int], most_seconds: float) -> d
 
     Padding is left out where there is a mask.
     """
-    names = getattr(dataset, "column_names", None) or ()
-    if hasattr(dataset, "select_columns") and _IDS in names:
+    columns = [name for name in (_IDS, _MASK) if name in (getattr(dataset, "column_names", None) or ())]
+    read = _each_length(dataset, indices)
+    if hasattr(dataset, "select_columns") and _IDS in columns:
         # Other columns may be images.
-        dataset = dataset.select_columns([name for name in (_IDS, _MASK) if name in names])
+        dataset = dataset.select_columns(columns)
+        # A transform may make other tokens of the columns.
+        is_stored = getattr(dataset, "format", {}).get("type", "custom") != "custom"
+        read = _stored_lengths(dataset, columns[-1], indices) if is_stored else _each_length(dataset, indices)
     end, found = time.monotonic() + most_seconds, dict[int, int]()
-    for index in indices:
-        try:
-            sample = dataset[index]
-            if _IDS not in sample or getattr(sample[_IDS], "ndim", 1) != 1:
-                return found
-            mask = sample.get(_MASK)
-            found[index] = len(sample[_IDS]) if mask is None else int(sum(mask))
-        except Exception:
-            # Whatever their data may raise: the loader has had other samples.
-            return found
-        if time.monotonic() > end:
-            break
+    # Whatever their data may raise: the loader has had other samples.
+    with contextlib.suppress(Exception):
+        for index, tokens in read:
+            found[index] = tokens
+            if time.monotonic() > end:
+                break
     return found
+
+
+def _each_length(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield indices and tokens of samples, up to one without tokens."""
+    for index in indices:
+        sample = dataset[index]
+        if _IDS not in sample or getattr(sample[_IDS], "ndim", 1) != 1:
+            return
+        mask = sample.get(_MASK)
+        yield index, len(sample[_IDS]) if mask is None else int(sum(mask))
+
+
+def _stored_lengths(dataset: Any, column: str, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield indices and tokens of a ``datasets.Dataset``'s samples from a column of tokens or of masks."""
+    import numpy as np
+    from pyarrow import compute
+
+    table, left = dataset.with_format("arrow"), iter(indices)
+    while block := list(itertools.islice(left, _BLOCK)):
+        lists = table[block][column]
+        tokens = compute.list_value_length(lists).to_numpy()
+        if column == _MASK:
+            is_real = compute.list_flatten(lists).to_numpy() != 0
+            tokens = np.bincount(np.repeat(np.arange(len(block)), tokens)[is_real], minlength=len(block))
+        yield from zip(block, tokens.tolist(), strict=True)
 
 
 def _real_lengths(batch: Mapping[str, Any]) -> list[int]:
