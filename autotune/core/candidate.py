@@ -144,6 +144,9 @@ class Arm:
     """Logits of a masked language model are computed for the tokens with a label alone."""
     cudnn_attention: bool = field(default=True, metadata=_field_metadata("no cuDNN attention", sparse=True))
     """Whether attention may use cuDNN's kernels, which are compiled for each new length."""
+    non_blocking: bool = field(default=False, metadata=_field_metadata("non-blocking", sparse=True))
+    """The host goes on while the GPU computes: batches are copied without waiting for it, and no loss is looked at
+    until it is logged."""
     float8: bool = field(default=False, metadata=_field_metadata("fp8", sparse=True))
     """Products within the layers that repeat are computed in FP8."""
     train_sampling_strategy: str | None = field(

@@ -444,6 +444,10 @@ class _Levers(TypedDict, total=False):
         "Attention by cuDNN's kernels, which are compiled for each new length. auto: try without where lengths differ; "
         "on: leave it to torch; off: never.", default_text="auto",
     )]
+    non_blocking: Annotated[LeverChoice, Option(
+        "Have the host go on while the GPU computes (accelerator_config's non_blocking, and no "
+        "logging_nan_inf_filter). auto, on, off: as torch_compile.", default_text="auto",
+    )]
     float8: Annotated[SwitchChoice, Option(
         "Beside bf16 or fp16, multiply in FP8 within the model's layers (torchao): another numeric, for GPUs that have "
         "it, and fast where compiled.", default_text="off",

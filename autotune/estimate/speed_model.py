@@ -168,7 +168,9 @@ def features(candidate: Candidate) -> Features:
     amounts["step"] = 8 / candidate.samples_per_step
     levers = sorted(levers_of(arm, PRIORS))
     amounts |= dict.fromkeys(levers, 1.0)
-    amounts |= {f"{one} and {other}": 1.0 for one, other in combinations(levers, 2)}
+    # What changes no operation goes with every lever, and says nothing about each.
+    changing = [name for name in levers if BY_NAME[name].operations is None]
+    amounts |= {f"{one} and {other}": 1.0 for one, other in combinations(changing, 2)}
     return Features(candidate, amounts, math.log2(candidate.per_device_train_batch_size))
 
 

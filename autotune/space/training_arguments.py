@@ -49,8 +49,9 @@ class TunedArguments(TypedDict, total=False):
     ddp_broadcast_buffers: bool
     fsdp: bool | str
     fsdp_config: dict[str, Any]
-    accelerator_config: dict[str, dict[str, bool]]
+    accelerator_config: dict[str, Any]
     deepspeed: dict[str, Any]
+    logging_nan_inf_filter: bool
     train_sampling_strategy: str
     per_device_eval_batch_size: int
 
@@ -87,6 +88,9 @@ def training_arguments(
         arguments |= _fsdp(arm, fields)
     if arm.zero_stage is not None:
         arguments["deepspeed"] = deepspeed_settings(arm)
+    if arm.non_blocking:
+        arguments["accelerator_config"] = {**arguments.get("accelerator_config", {}), "non_blocking": True}
+        arguments["logging_nan_inf_filter"] = False
     if device_kind == "cpu":
         arguments["use_cpu"] = True
     return arguments

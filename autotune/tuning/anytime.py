@@ -223,6 +223,8 @@ class Anytime:
             may_be = "unpadded" in self._late - failed
             is_unpadded = may_be and arm.length_multiple is None and not arm.padding_free
             arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
+        # It costs nothing, and what other levers leave of the host's time is hidden by it.
+        arm = changed(arm, non_blocking=arm.non_blocking or "non_blocking" in self._late - failed)
         return replace(candidate, arm=with_lever(arm, row.name, self._late, self._space.multiples))
 
     def _rows(self, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]) -> list[Lever]:

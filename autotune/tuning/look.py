@@ -33,7 +33,7 @@ Ask = Callable[[LookWork], LookAnswer]
 # What one process computes is the same with these.
 _BESIDE = (
     "strategy", "dp_shard_size", "context_parallel", "expandable_segments", "cpu_affinity", "dataloader_num_workers",
-    "train_sampling_strategy",
+    "non_blocking", "train_sampling_strategy",
 )  # fmt: skip
 _DIVIDE = "trainer.model_accepts_loss_kwargs = False has a Trainer divide that leaves it to the model"
 _SMALL = 2

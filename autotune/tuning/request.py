@@ -108,6 +108,7 @@ class SearchRequest:
     fused_loss: LeverChoice = _of("fused_loss", sparse=True)
     sparse_prediction: LeverChoice = _of("sparse_prediction", sparse=True)
     cudnn_attention: LeverChoice = _of("cudnn_attention", sparse=True)
+    non_blocking: LeverChoice = _of("non_blocking", sparse=True)
     float8: SwitchChoice = _of("float8", sparse=True)
     liger: LeverChoice = _of("liger", sparse=True)
     cpu_affinity: LeverChoice = _of("cpu_affinity", sparse=True)

@@ -1,7 +1,7 @@
 """Test the step timer's arithmetic and stopping rules, with a clock that the test controls."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -113,6 +113,48 @@ def test_a_step_is_everything_between_two_ends(clock: FakeClock) -> None:
     assert drive.measured.relative_spread < 0.03
     assert drive.steps == [1, 2]
     assert drive.meter.synchronized == 3, "once at the start and once a step"
+
+
+def test_a_host_that_goes_on_is_measured_without_waiting_for_the_device(clock: FakeClock) -> None:
+    """The timed steps, which wait, take 2 s each; those after them 1.25 s, since the host does its part meanwhile."""
+    drive = Drive(Candidate(Arm(non_blocking=True), 8), STEADY, clock)
+    drive.timer.begin()
+    for _ in range(2):
+        drive.step(data=0.5, micro=(1.25,), optimizer=0.25)
+    waited = drive.meter.synchronized
+    assert not drive.timer.is_finished
+    for _ in range(4):
+        drive.step(micro=(1.25,))
+    assert drive.meter.synchronized == waited + 1
+    measured = drive.measured
+    assert measured.step_seconds == measured.steady_step_seconds == pytest.approx(1.25)
+    assert measured.step_seconds_each == pytest.approx([1.25, 1.25])
+    assert measured.samples_per_second == pytest.approx(8 / 1.25)
+    assert measured.data_seconds == 0.0, "it is hidden by the GPU's time"
+
+
+def test_free_steps_of_other_lengths_are_compared_with_timed_ones_of_those_lengths(clock: FakeClock) -> None:
+    drive = Drive(
+        Candidate(Arm(non_blocking=True), 8), replace(STEADY, min_steps=4), clock, run_of=PlannedRun(varies=True),
+        shapes=BatchShapes(settles=0), lengths=[100, 200, 100, 200, 200, 200, 200, 200],
+    )  # fmt: skip
+    drive.timer.begin()
+    for tokens in drive.lengths:
+        free = 0.8 if len(drive.steps) >= 4 else 1.0
+        drive.step(micro=(free * tokens / 100,))
+    assert drive.measured.step_seconds == pytest.approx(0.8 * 1.5)
+
+
+def test_free_steps_begin_again_after_one_that_is_dropped(clock: FakeClock) -> None:
+    drive = Drive(Candidate(Arm(non_blocking=True), 8), STEADY, clock)
+    drive.timer.begin()
+    for _ in range(4):
+        drive.step(micro=(2.0,))
+    clock.sleep(7.0)
+    drive.timer.step_is_dropped()
+    for _ in range(4):
+        drive.step(micro=(1.0,))
+    assert drive.measured.step_seconds == pytest.approx(1.0)
 
 
 def test_an_update_within_the_last_micro_step_is_not_timed_apart(clock: FakeClock) -> None:

@@ -99,6 +99,17 @@ def test_an_example_script_is_measured_and_writes_nothing(trial_server: ServerCl
     assert os.listdir(folder / "out") == ["kept"]
 
 
+def test_a_host_that_goes_on_keeps_the_scripts_other_settings_of_accelerate(
+    trial_server: ServerClient, folder: Path
+) -> None:
+    own = "accelerator_config={'even_batches': False, 'non_blocking': False}"
+    says = "print(t.accelerator.even_batches, t.accelerator.non_blocking, t.args.logging_nan_inf_filter)"
+    candidate = Candidate(Arm(non_blocking=True), 16, 2)
+    answer = trial_server.trial(inline(folder, f"t = trainer({own})\n{says}\nt.train()"), candidate)
+    check_sane(answer, candidate)
+    assert "False True False" in answer.log.splitlines()
+
+
 LOOP = """
 def train(config):
     model = AutoModelForSequenceClassification.from_config(globals()["config"])

@@ -127,6 +127,13 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     return RunEstimate(step, line.error * steady / seconds, steady, in_run / run.new_shapes if run.new_shapes else each)
 
 
+def expected_seconds(steps: Sequence[Timed], others: Sequence[Timed]) -> float:
+    """Return what other steps would take together, by their tokens and new shapes, where timed steps took so long."""
+    line = _Line(without_new(steps), PlannedRun(varies=True))
+    shape = estimate_run(steps, PlannedRun()).shape_seconds or 0.0
+    return sum(line.at(other.tokens) + other.new_shapes * shape for other in others)
+
+
 class _Line:
     """Seconds of steps as a line over their tokens."""
 
@@ -135,6 +142,7 @@ class _Line:
         tokens = np.array([step.tokens for step in steps])
         count, mean = len(seconds), float(seconds.mean())
         self._slope, self._tokens = 0.0, float(tokens.mean())
+        self._all = mean
         self._without_data = mean - statistics.fmean(step.data_seconds for step in steps)
         self.error = math.inf
         """Standard error of the mean, relative to it."""
@@ -159,3 +167,7 @@ class _Line:
     def without_data_at(self, tokens: float) -> float:
         """Return the seconds of a step with so many tokens, without waiting for data."""
         return self._without_data + self._slope * (tokens - self._tokens)
+
+    def at(self, tokens: float) -> float:
+        """Return the seconds of a step with so many tokens."""
+        return self._all + self._slope * (tokens - self._tokens)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Candidate, Document
@@ -56,8 +58,9 @@ class TrainerFields:
         defaults = {each.name: each.default for each in dataclasses.fields(arguments)}
         for name, value in wanted.items():
             if hasattr(arguments, name):
-                self._tell(name, getattr(arguments, name), value, defaults.get(name))
-                setattr(arguments, name, value)
+                said = getattr(arguments, name)
+                self._tell(name, said, value, defaults.get(name))
+                setattr(arguments, name, _beside(said, value) if name == "accelerator_config" else value)
         if "bf16" in self.tuned or "fp16" in self.tuned:
             # What ``accelerate launch`` says counts where the arguments say neither of two.
             os.environ[LAUNCHED_PRECISION] = self._half
@@ -147,6 +150,14 @@ _ROLLOUT_FIELDS = ("generation_batch_size", "steps_per_generation", "num_generat
 def generates(arguments: Any) -> bool:
     """Return whether a training generates its own completions, as TRL's GRPO does."""
     return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
+
+
+def _beside(said: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings together with those that the code gives: a dictionary, JSON, the path of a file, or an object."""
+    if isinstance(said, str):
+        said = json.loads(said if said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8"))
+    own = said if isinstance(said, Mapping) else said.to_dict() if said is not None else {}
+    return {**own, **value}
 
 
 def has(found: Any, asked: Any) -> bool:
