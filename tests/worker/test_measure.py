@@ -145,6 +145,27 @@ def test_free_steps_of_other_lengths_are_compared_with_timed_ones_of_those_lengt
     assert drive.measured.step_seconds == pytest.approx(0.8 * 1.5)
 
 
+def test_free_steps_begin_again_after_a_new_shape(clock: FakeClock) -> None:
+    drive = Drive(
+        Candidate(Arm(non_blocking=True), 8), STEADY, clock, run_of=PlannedRun(varies=True),
+        shapes=BatchShapes(settles=1), lengths=[100, 100, 100, 100, 200, *[100] * 8],
+    )  # fmt: skip
+    drive.timer.begin()
+    for tokens in drive.lengths[:9]:
+        drive.step(micro=(0.5 if len(drive.steps) > 3 else 1.0,), extra=9.0 if tokens == 200 else 0.0)
+    assert drive.measured.step_seconds == pytest.approx(0.5)
+
+
+def test_what_was_timed_has_to_do_where_every_step_has_a_new_shape(clock: FakeClock) -> None:
+    drive = Drive(
+        Candidate(Arm(non_blocking=True), 8), STEADY, clock, run_of=PlannedRun(varies=True),
+        shapes=BatchShapes(settles=1), lengths=[100, 100, 100, *range(200, 230)],
+    )  # fmt: skip
+    drive.run(micro=(1.0,))
+    assert drive.measured.step_seconds == pytest.approx(1.0)
+    assert len(drive.steps) < 12
+
+
 def test_free_steps_begin_again_after_one_that_is_dropped(clock: FakeClock) -> None:
     drive = Drive(Candidate(Arm(non_blocking=True), 8), STEADY, clock)
     drive.timer.begin()

@@ -127,11 +127,10 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     return RunEstimate(step, line.error * steady / seconds, steady, in_run / run.new_shapes if run.new_shapes else each)
 
 
-def expected_seconds(steps: Sequence[Timed], others: Sequence[Timed]) -> float:
-    """Return what other steps would take together, by their tokens and new shapes, where timed steps took so long."""
+def expected_seconds(steps: Sequence[Timed], tokens: Sequence[float]) -> float:
+    """Return what steps with so many tokens, of shapes seen before, would take together by what timed steps took."""
     line = _Line(without_new(steps), PlannedRun(varies=True))
-    shape = estimate_run(steps, PlannedRun()).shape_seconds or 0.0
-    return sum(line.at(other.tokens) + other.new_shapes * shape for other in others)
+    return sum(map(line.at, tokens))
 
 
 class _Line:

@@ -44,6 +44,8 @@ _MOST_NEW = 2
 # Steps that nothing waits for are measured for so long, and at least and at most so many of them: the first begins with
 # an idle GPU, which takes 4 of 9 ms of distilbert (H200). Choices.
 _FREE_SECONDS, _FEWEST_FREE_STEPS, _MOST_FREE_STEPS = 1.0, 4, 100
+# So often they are begun, for steps with new shapes and those that the end of the data cuts short. A choice.
+_MOST_FREE_BEGUN = 4
 # NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
 # Names of tensors without a gradient that are kept. A choice.
@@ -170,8 +172,8 @@ class _FreeSteps:
 
     steps: int
     began: float
-    ended: list[Timed] = field(default_factory=list)
-    """Their batches; they have no time of their own."""
+    tokens: list[float] = field(default_factory=list)
+    """Of each step that ended, as of a timed one."""
 
 
 class StepTimer(StepListener):
@@ -230,6 +232,7 @@ class StepTimer(StepListener):
         self._busy = busy
         self._busy_steps = 0
         self._free: _FreeSteps | None = None
+        self._free_begun = 0
         self._is_profiled = False
         self.is_finished = False
         """Whether enough was measured, so that the training may stop."""
@@ -318,7 +321,7 @@ class StepTimer(StepListener):
         if is_timed and self._enough():
             self.pending = self.measurement()
             if self._candidate.arm.non_blocking:
-                self._free = self._begin_free(self.pending)
+                self._begin_free(self.pending)
             else:
                 self._finish_unless_profiled(self.pending)
         elif self._is_warm:
@@ -348,27 +351,36 @@ class StepTimer(StepListener):
         self._held.append(self._meter.allocated_bytes())
         self._on_step(self._steps_seen)
 
-    def _begin_free(self, measured: Measurement) -> _FreeSteps:
-        """Begin steps between which nothing waits for the device, as many as take long enough to be measured."""
+    def _begin_free(self, measured: Measurement) -> None:
+        """Begin steps between which nothing waits for the device, as many as take long enough to be measured.
+
+        They begin again after a step that says nothing. Where these come too often, what was timed has to do.
+        """
+        self._free_begun += 1
+        self._free = None
+        if self._free_begun > _MOST_FREE_BEGUN:
+            self._finish_unless_profiled(measured)
+            return
         self._meter.synchronize()
-        seconds = measured.steady_step_seconds or measured.step_seconds
-        steps = math.ceil(_FREE_SECONDS / seconds)
-        return _FreeSteps(min(_MOST_FREE_STEPS, max(_FEWEST_FREE_STEPS, steps)), perf_counter())
+        self._saving_seconds = 0.0
+        steps = math.ceil(_FREE_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
+        self._free = _FreeSteps(min(_MOST_FREE_STEPS, max(_FEWEST_FREE_STEPS, steps)), perf_counter())
 
     def _end_free(self, free: _FreeSteps, measured: Measurement) -> None:
         """Note a step that nothing waited for; after the last, scale the measured speed to that of all of them."""
         new, tokens = self._end_batches()
-        free.ended.append(Timed(0.0, tokens, new))
+        free.tokens.append(tokens)
         self._step_is_over()
         self.checks.step_is_dropped()
-        if len(free.ended) < free.steps:
-            return
-        self._meter.synchronize()
-        seconds = perf_counter() - free.began - self._saving_seconds
-        self._saving_seconds, self._free = 0.0, None
-        alike = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
-        self.pending = as_it_runs(measured, seconds / expected_seconds(alike, free.ended))
-        self._finish_unless_profiled(self.pending)
+        if new:
+            # What it took besides is not known.
+            self._begin_free(measured)
+        elif len(free.tokens) == free.steps:
+            self._meter.synchronize()
+            seconds = perf_counter() - free.began - self._saving_seconds
+            alike = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
+            self._free, self.pending = None, as_it_runs(measured, seconds / expected_seconds(alike, free.tokens))
+            self._finish_unless_profiled(self.pending)
 
     def _finish_unless_profiled(self, measured: Measurement) -> None:
         """Hand the measurement on, unless steps are profiled first."""
@@ -448,8 +460,6 @@ class StepTimer(StepListener):
 
     def step_is_dropped(self) -> None:
         """Discard the step that ends, and start the clock of the next one."""
-        if self._free is not None and self.pending is not None:
-            self._free = self._begin_free(self.pending)
         self._saving_seconds = 0.0
         if self._is_profiled and self._busy is not None:
             self._busy.stop()
@@ -457,6 +467,8 @@ class StepTimer(StepListener):
         self._end_batches()
         self.checks.step_is_dropped()
         self.start_clock()
+        if self._free is not None and self.pending is not None:
+            self._begin_free(self.pending)
 
     def _timed_step(self, end: float) -> _Step:
         marks, between = self._marks, self._meter.seconds_between

@@ -31,7 +31,8 @@ from autotune.worker.trial.synthetic import synthetic_dataset, synthetic_ingredi
 
 # Number of batches in the one evaluation, at the Trainer's default batch size. Its peak memory is that of one batch.
 _EVALUATION_BATCHES = 4
-# The run is timed in this many stretches, whose speeds give the spread. Only their ends synchronize with the device.
+# The run is timed in this many stretches, whose speeds give the spread. Marks on the device's timeline are their ends,
+# since a training whose host goes on while the GPU computes would start each stretch with an idle GPU.
 _STRETCHES = 10
 # A larger checkpoint is not written: one of Llama-3.1-8B, 96 GB, takes longer than the steps (four H100). A choice.
 _MOST_SAVED_BYTES = 20 * GIB
@@ -60,6 +61,9 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._began = 0.0
         self._first_step = 0
         self._joules = 0.0
+        self._from: Any = None
+        self._unread: list[tuple[int, int, int, Any, Any]] = []
+        """Steps, samples, new shapes and both ends of stretches since the device was waited for."""
         self._shapes: set[Any] = set()
         self._samples = 0
         self._new_shapes = 0
@@ -97,6 +101,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self._begin(step)
         elif is_end:
             self._end(step)
+        if is_pause or step == self._steps:
+            self._read()
             self._begin(step)
         if is_pause:
             self.peaks["before"] = self._peaks()
@@ -134,17 +140,25 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
 
     def _begin(self, step: int) -> None:
-        """Begin a stretch of steps."""
+        """Begin a stretch of steps on an idle device."""
         self._meter.synchronize()
         self._samples = self._new_shapes = 0
-        self._first_step, self._began = step, time.perf_counter()
+        self._first_step, self._began, self._from = step, time.perf_counter(), self._meter.mark()
         self._joules = self._meter.energy_joules() or 0.0
 
     def _end(self, step: int) -> None:
-        """Record the stretch that ends with this step: samples, seconds, new shapes and energy."""
+        """Mark the end of a stretch after this step, which is the begin of the next one."""
+        end = self._meter.mark()
+        self._unread.append((step - self._first_step, self._samples, self._new_shapes, self._from, end))
+        self._samples = self._new_shapes = 0
+        self._first_step, self._from = step, end
+
+    def _read(self) -> None:
+        """Wait for the device, and record its stretches and energy."""
         self._meter.synchronize()
-        seconds = time.perf_counter() - self._began
-        self.stretches.append(Stretch(step - self._first_step, self._samples, seconds, self._new_shapes))
+        for steps, samples, new_shapes, begin, end in self._unread:
+            self.stretches.append(Stretch(steps, samples, self._meter.seconds_between(begin, end), new_shapes))
+        self._unread = []
         joules = self._meter.energy_joules()
         self.joules = None if joules is None or self.joules is None else self.joules + joules - self._joules
 
