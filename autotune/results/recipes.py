@@ -67,6 +67,8 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     settings = makers[form](export, report.workload)
     # Of others it is not known which transformers they train with.
     left_out = sorted(export.applied_settings if form == "trl" else applied_settings(export.candidate.arm))
+    if form == "axolotl" and export.candidate.arm.non_blocking:
+        left_out.append("logging_nan_inf_filter")
     lines = [f"for {_NAMES[form]}; add your data and what else it needs", *beside_lines(export, None)]
     if left_out:
         lines.append(f"slower than measured without: {', '.join(left_out)}, which {_NAMES[form]} has no name for")
@@ -132,6 +134,7 @@ def _axolotl(export: Export, workload: Any) -> dict[str, Any]:
         "attn_implementation": arm.attn_implementation,
         "torch_compile": arm.torch_compile,
         "dataloader_num_workers": arm.dataloader_num_workers,
+        **({"accelerator_config": {"non_blocking": True}} if arm.non_blocking else {}),
     }
     if arm.gradient_checkpointing:
         settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
@@ -188,6 +191,7 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
         "torch_compile_mode": arm.torch_compile_mode,
         "dataloader_num_workers": arm.dataloader_num_workers,
         "dataloader_prefetch_factor": arm.dataloader_prefetch_factor,
+        **{name: export.arguments.get(name) for name in ("accelerator_config", "logging_nan_inf_filter")},
     }
     if export.lora:
         names = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}

@@ -33,6 +33,8 @@ _MOST_ROOTS = 8
 """Levers are considered on so many of the fastest candidates. A choice."""
 _SURELY, _PERHAPS = 0.9, 0.3
 """From which probability on that it is broken a lever is tried no more, and another is tried in its place. Choices."""
+_ALONG = frozenset(("unpadded", "non_blocking"))
+"""How other levers are tried, and not named beside them."""
 _GRAPHS, _FEWER_LAYERS, _EXPANDABLE = "cuda_graphs", "checkpointed_layers", "expandable_segments"
 
 
@@ -59,8 +61,7 @@ class Idea:
         one, arm, before = self.candidate, self.candidate.arm, self.root.arm
         new = {name for name in PRIORS if getattr(arm, name) != getattr(before, name)} & levers_of(arm, PRIORS)
         wholes = {BY_NAME[name].part_of for name in new}
-        # Without a mask is how others are tried.
-        named = sorted(name for name in new - wholes if name != "unpadded" or new == {"unpadded"})
+        named = sorted(name for name in new - wholes if name not in _ALONG or new <= _ALONG)
         called = [PRIORS[name].called for name in named if name != _GRAPHS]
         words = " and ".join(called) or (PRIORS[_GRAPHS].called if named else "another batch with it")
         if called and _GRAPHS in named:

@@ -78,6 +78,14 @@ def test_each_trainer_is_told_the_same_training(name: str) -> None:
     assert (trl["dtype"], factory["pure_bf16"]) == ("bfloat16", not is_lora)
 
 
+def test_a_host_that_goes_on_is_told_to_each_trainer_in_its_names() -> None:
+    trl, axolotl, factory = (said("plain", form, non_blocking=True) for form in TRAINERS)
+    assert trl["accelerator_config"] == axolotl["accelerator_config"] == {"non_blocking": True}
+    assert (trl["logging_nan_inf_filter"], factory["logging_nan_inf_filter"]) == (False, False)
+    text = exported_text(report("plain", non_blocking=True), "axolotl")[0]
+    assert "# slower than measured without: logging_nan_inf_filter, which axolotl has no name for" in text
+
+
 def test_what_only_costs_speed_is_named() -> None:
     text, notes = exported_text(report("qlora"), "axolotl")
     assert "# slower than measured without: fused_loss, which axolotl has no name for" in text

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -22,15 +22,9 @@ from autotune.space.arms import compiles
 from autotune.space.space import batches_ahead
 from autotune.worker.dataset.prepared import Schedule
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.batch_shapes import (
-    BatchShapes,
-    RunEstimate,
-    Timed,
-    estimate_run,
-    expected_seconds,
-    without_new,
-)
+from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.cores import CoreWait
+from autotune.worker.trial.free_steps import FreeSteps, most_free_steps
 from autotune.worker.trial.meter import BusyStep, Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, ScalerWatch, StepChecks
 from autotune.worker.trial.training_watch import StepCounts, StepListener
@@ -41,11 +35,6 @@ _FAR_MORE = 2
 # those with new shapes are as many times ``max_steps``. Choices.
 _PATIENCE = 1.5
 _MOST_NEW = 2
-# Steps that nothing waits for are measured for so long, and at least and at most so many of them: the first begins with
-# an idle GPU, which takes 4 of 9 ms of distilbert (H200). Choices.
-_FREE_SECONDS, _FEWEST_FREE_STEPS, _MOST_FREE_STEPS = 1.0, 4, 100
-# So often they are begun, for steps with new shapes and those that the end of the data cuts short. A choice.
-_MOST_FREE_BEGUN = 4
 # NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
 # Names of tensors without a gradient that are kept. A choice.
@@ -68,30 +57,6 @@ def most_steps(candidate: Candidate, effort: Effort, *, are_alike: bool = True) 
     measured = most_measured_steps(effort) if are_alike else effort.max_steps
     skipped = MOST_SKIPPED_STEPS if candidate.arm.precision == "fp16" else 0
     return effort.warmup_steps + measured + most_free_steps(candidate) + effort.busy_steps + skipped
-
-
-def most_free_steps(candidate: Candidate) -> int:
-    """Return the most steps that are measured without waiting for the device at the end of each."""
-    return _MOST_FREE_STEPS if candidate.arm.non_blocking else 0
-
-
-def as_it_runs(measured: Measurement, ratio: float) -> Measurement:
-    """Return a measurement whose steps take ``ratio`` of what they took where each end waited for the device.
-
-    A host that goes on loads data meanwhile, so that the saved time is first one of waiting for it. What new shapes
-    cost, and the energy of a sample, stay.
-    """
-    steady = measured.steady_step_seconds or measured.step_seconds
-    saved = steady * (1 - ratio)
-    seconds = measured.step_seconds - saved
-    return replace(
-        measured,
-        step_seconds=seconds,
-        steady_step_seconds=steady - saved,
-        step_seconds_each=tuple(each * ratio for each in measured.step_seconds_each),
-        samples_per_second=measured.samples_per_second * measured.step_seconds / seconds,
-        data_seconds=max(0.0, (measured.data_seconds or 0.0) - max(0.0, saved)),
-    )
 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
@@ -166,16 +131,6 @@ class Evaluations:
         return between.pop() if len(between) == 1 else None
 
 
-@dataclass
-class _FreeSteps:
-    """Steps after the timed ones whose ends do not wait for the device, as those of a run do not."""
-
-    steps: int
-    began: float
-    tokens: list[float] = field(default_factory=list)
-    """Of each step that ended, as of a timed one."""
-
-
 class StepTimer(StepListener):
     """Times the steps of a training, synchronizing with the device once an optimizer step.
 
@@ -231,8 +186,7 @@ class StepTimer(StepListener):
         self._warmup_steps = effort.warmup_steps
         self._busy = busy
         self._busy_steps = 0
-        self._free: _FreeSteps | None = None
-        self._free_begun = 0
+        self._free: FreeSteps | None = FreeSteps() if candidate.arm.non_blocking else None
         self._is_profiled = False
         self.is_finished = False
         """Whether enough was measured, so that the training may stop."""
@@ -261,7 +215,7 @@ class StepTimer(StepListener):
         """Note when the batches are there: the time since the last step was spent waiting for data."""
         self._begin = perf_counter()
         self._marks = [self._meter.mark()]
-        is_measured = self.pending is not None and self._free is None
+        is_measured = self.pending is not None and not (self._free and self._free.is_under_way)
         self._is_profiled = is_measured and not (self._shapes and self._shapes.new)
         if self._is_profiled and self._busy is not None:
             self._busy.step_begins()
@@ -276,7 +230,7 @@ class StepTimer(StepListener):
         """Record the step, and stop the training once enough was measured."""
         self._marks += marks
         self._wait_seconds = wait_seconds
-        if self._free is not None and self.pending is not None:
+        if self._free is not None and self._free.is_under_way and self.pending is not None:
             self._end_free(self._free, self.pending)
             return
         self._meter.synchronize()
@@ -320,10 +274,7 @@ class StepTimer(StepListener):
         self._step_is_over()
         if is_timed and self._enough():
             self.pending = self.measurement()
-            if self._candidate.arm.non_blocking:
-                self._begin_free(self.pending)
-            else:
-                self._finish_unless_profiled(self.pending)
+            self._begin_free(self.pending)
         elif self._is_warm:
             self.checks.begin_timed()
             self.start_clock()
@@ -352,34 +303,26 @@ class StepTimer(StepListener):
         self._on_step(self._steps_seen)
 
     def _begin_free(self, measured: Measurement) -> None:
-        """Begin steps between which nothing waits for the device, as many as take long enough to be measured.
+        """Begin the steps that nothing waits for, if the candidate has any; otherwise what was timed has to do."""
+        if self._free is not None:
+            self._meter.synchronize()
+            self._saving_seconds = 0.0
+            if self._free.begin(measured):
+                return
+        self._finish_unless_profiled(measured)
 
-        They begin again after a step that says nothing. Where these come too often, what was timed has to do.
-        """
-        self._free_begun += 1
-        self._free = None
-        if self._free_begun > _MOST_FREE_BEGUN:
-            self._finish_unless_profiled(measured)
-            return
-        self._meter.synchronize()
-        self._saving_seconds = 0.0
-        steps = math.ceil(_FREE_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
-        self._free = _FreeSteps(min(_MOST_FREE_STEPS, max(_FEWEST_FREE_STEPS, steps)), perf_counter())
-
-    def _end_free(self, free: _FreeSteps, measured: Measurement) -> None:
+    def _end_free(self, free: FreeSteps, measured: Measurement) -> None:
         """Note a step that nothing waited for; after the last, scale the measured speed to that of all of them."""
         new, tokens = self._end_batches()
-        free.tokens.append(tokens)
         self._step_is_over()
         self.checks.step_is_dropped()
         if new:
             # What it took besides is not known.
             self._begin_free(measured)
-        elif len(free.tokens) == free.steps:
+        elif free.ends(tokens):
             self._meter.synchronize()
-            seconds = perf_counter() - free.began - self._saving_seconds
-            alike = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
-            self._free, self.pending = None, as_it_runs(measured, seconds / expected_seconds(alike, free.tokens))
+            timed = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
+            self.pending = free.measured(measured, timed, self._saving_seconds)
             self._finish_unless_profiled(self.pending)
 
     def _finish_unless_profiled(self, measured: Measurement) -> None:
@@ -467,7 +410,7 @@ class StepTimer(StepListener):
         self._end_batches()
         self.checks.step_is_dropped()
         self.start_clock()
-        if self._free is not None and self.pending is not None:
+        if self._free is not None and self._free.is_under_way and self.pending is not None:
             self._begin_free(self.pending)
 
     def _timed_step(self, end: float) -> _Step:

@@ -499,6 +499,9 @@ class _ProcessMemory:
         if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
+        if len(processes) == self.processes == 1 and self._each:
+            # Of a training without others only the first reading counts.
+            return 0
         total = sum(map(_own_bytes, processes)) - self._start
         self.processes = max(self.processes, len(processes))
         self.most_bytes = max(self.most_bytes, total)

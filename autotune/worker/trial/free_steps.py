@@ -1,0 +1,72 @@
+"""Measure steps between whose ends nothing waits for the device, where the host of a run goes on meanwhile.
+
+Timed steps wait at their ends, so that each can be told apart. A host that goes on is only seen over many steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+
+from autotune.core.candidate import Candidate
+from autotune.core.outcome import Measurement
+from autotune.worker.trial.batch_shapes import Timed, expected_seconds
+
+# They take about so long, and are at least and at most so many: the first begins with an idle GPU, which takes 4 ms of
+# 9 ms with distilbert (H200). Choices.
+_SECONDS, _FEWEST, _MOST = 1.0, 4, 100
+# So often they are begun, for steps with new shapes and those that the end of the data cuts short. A choice.
+_MOST_BEGUN = 4
+
+
+def most_free_steps(candidate: Candidate) -> int:
+    """Return the most steps that are measured without waiting for the device at the end of each."""
+    return _MOST if candidate.arm.non_blocking else 0
+
+
+class FreeSteps:
+    """Steps after the timed ones of a candidate whose host goes on while the GPU computes."""
+
+    def __init__(self) -> None:
+        self._steps = self._times_begun = 0
+        self._began = 0.0
+        self._tokens: list[float] = []
+        self.is_under_way = False
+
+    def begin(self, measured: Measurement) -> bool:
+        """Begin them, or begin again; return whether they are not begun too often. The device is idle."""
+        self._times_begun += 1
+        self.is_under_way = self._times_begun <= _MOST_BEGUN
+        steps = math.ceil(_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
+        self._steps = min(_MOST, max(_FEWEST, steps))
+        self._tokens = []
+        self._began = perf_counter()
+        return self.is_under_way
+
+    def ends(self, tokens: float) -> bool:
+        """Note the end of a step with so many tokens; return whether it is the last."""
+        self._tokens.append(tokens)
+        self.is_under_way = len(self._tokens) < self._steps
+        return not self.is_under_way
+
+    def measured(self, measured: Measurement, timed: Sequence[Timed], saving_seconds: float) -> Measurement:
+        """Return a measurement of ``timed`` steps as they run freely. The device has finished the last free step.
+
+        A host that goes on loads data meanwhile, so that the saved time is first one of waiting for it. What new shapes
+        cost, and the energy of a sample, stay.
+        """
+        seconds = perf_counter() - self._began - saving_seconds
+        ratio = seconds / expected_seconds(timed, self._tokens)
+        steady = measured.steady_step_seconds or measured.step_seconds
+        saved = steady * (1 - ratio)
+        step_seconds = measured.step_seconds - saved
+        return replace(
+            measured,
+            step_seconds=step_seconds,
+            steady_step_seconds=steady - saved,
+            step_seconds_each=tuple(each * ratio for each in measured.step_seconds_each),
+            samples_per_second=measured.samples_per_second * measured.step_seconds / step_seconds,
+            data_seconds=max(0.0, (measured.data_seconds or 0.0) - max(0.0, saved)),
+        )
