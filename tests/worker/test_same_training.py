@@ -46,6 +46,7 @@ _LEVERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "some layers": ({"checkpointed_layers": 1}, {"activation_checkpointing": True}),
     "compiled": ({"regional_compilation": True}, {"torch_compile": True, "torch_compile_backend": "eager"}),
     "graphs": ({"cuda_graphs": True}, {}),
+    "non-blocking": ({}, {"accelerator_config": {"non_blocking": True}, "logging_nan_inf_filter": False}),
 }
 """What is applied and the fields of ``TrainingArguments`` for each lever."""
 
@@ -79,10 +80,10 @@ def _together(names: Iterable[str], accumulation: int = 2) -> How:
     ("kind", "levers", "count"),
     [
         # All but what is compiled, which takes most of the time.
-        pytest.param("causal", _LEVERS.keys() - {"compiled"}, 15, id="causal"),
+        pytest.param("causal", _LEVERS.keys() - {"compiled", "non-blocking"}, 15, id="causal"),
         *(
             pytest.param(kind, _LEVERS.keys(), count, marks=pytest.mark.whole, id=f"{kind}, all")
-            for kind, count in (("causal", 21), ("masked", 15), ("classes", 10), ("targets", 10))
+            for kind, count in (("causal", 28), ("masked", 21), ("classes", 15), ("targets", 15))
         ),
     ],
 )
@@ -109,7 +110,8 @@ def test_levers_together_are_the_training_without(
 _PAIRS = {
     "causal": [*itertools.combinations(("few lengths", "fused loss", "some layers", "graphs", "compiled"), 2),
                *(("rows", name) for name in ("fused loss", "some layers"))],
-    "masked": [*itertools.combinations(("few lengths", "sparse prediction", "some layers", "graphs", "compiled"), 2)],
+    "masked": [*itertools.combinations(("few lengths", "sparse prediction", "some layers", "graphs", "compiled"), 2),
+               ("graphs", "non-blocking")],
 }  # fmt: skip
 _QUICK = {
     ("causal", ("few lengths", "graphs")), ("causal", ("rows", "fused loss")),
