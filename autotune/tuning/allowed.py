@@ -15,6 +15,7 @@ from autotune.space.features import (
     DEEPSPEED,
     FLASH_ATTENTION,
     is_state_known,
+    major_minor,
     optim_package,
     packages_of_workload,
     require,
@@ -138,7 +139,7 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
         )
     if "offload_activations" in settings and request.is_at_hand:
         version = version_of("transformers") or ""
-        if tuple(map(int, version.split(".")[:2])) < _OFFLOADS_SINCE:
+        if major_minor(version) < _OFFLOADS_SINCE:
             raise InvalidRequestError(
                 f"{BY_NAME['offload_activations'].said('on')}: transformers {version} cannot, which 5.17 and later do",
                 "upgrade transformers, or leave it out",

@@ -55,3 +55,13 @@ def test_an_accumulation_in_the_code_is_left(trial_server: ServerClient, tmp_pat
     _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
     assert model.interface.searched == ("batch", "precision", "checkpointing")
     assert model.own.gradient_accumulation_steps == 3
+
+
+def test_a_model_that_is_given_by_name_is_found(trial_server: ServerClient, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    together = "fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-4))"
+    apart = "fabric.setup_module(module=model), fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))"
+    assert together in SCRIPT.read_text()
+    script.write_text(SCRIPT.read_text().replace(together, apart))
+    _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
+    assert model.class_name == "BertForSequenceClassification"

@@ -99,6 +99,16 @@ def test_batches_without_a_backward_pass_are_an_error() -> None:
     assert "training loop alone" in raised.value.hint
 
 
+def test_batches_that_a_loop_leaves_out_now_and_then_are_none() -> None:
+    loop, told = LoopSteps("train.py:train", 1, Told()), 0
+    for told, _ in enumerate(loop.batches([1, 2, 3]), start=1):
+        if told % 2:
+            loop.backward_begins(None)
+        if told == 130:
+            break
+    assert told == 130
+
+
 def test_data_without_a_batch_ends() -> None:
     assert list(LoopSteps("train.py:train", 1, Told()).batches([])) == []
 

@@ -149,8 +149,12 @@ class Overlay:
         """Return further fields of the script's ``CodeInterface``."""
         return {}
 
-    def _take_model(self, _: Any, model: Any, *__: Any, **___: Any) -> None:
-        """Record a model that the framework prepares, and apply the settings to it."""
+    def _take_model(self, _: Any, *given: Any, **named: Any) -> None:
+        """Record a model that the framework prepares, and apply the settings to it.
+
+        The model is the first positional argument, or ``module``, as Fabric calls it.
+        """
+        model = given[0] if given else named["module"]
         self.models.append(model)
         self._changes.apply_to(model)
 

@@ -169,6 +169,8 @@ class LoopSteps(StepMarks):
                     f"{self._name} made no backward pass in {_MOST_WITHOUT_BACKWARD} batches",
                     "go over autotune.steps(loader) in the training loop alone",
                 )
+        else:
+            self._micro_steps_without_backward = 0
         self._backward_passes = 0
         # Of an optimizer that torch knows nothing of, or whose step the gradient scaler left out.
         waits = self._accumulation is None or (self._has_stepped and not self._may_skip)
