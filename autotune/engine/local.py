@@ -194,7 +194,19 @@ class LocalEngine:
             pause = _FIRST_PAUSE_SECONDS if lived >= _STARTED_WELL_SECONDS else pause
             self._pauses[uuid] = pause
         log.error(f"a process for searches is gone: {why}", extra={"fields": {"device": uuid, "again_in": pause}})
-        timer = threading.Timer(pause, self._start_child, [uuid])
+        self._start_later(uuid, pause)
+
+    def _start_later(self, uuid: str, pause: float) -> None:
+        """Start a device's process after some seconds, and again later where the system has no room for one."""
+
+        def start() -> None:
+            try:
+                self._start_child(uuid)
+            except OSError as error:
+                log.error(f"no process for searches can be started: {error}", extra={"fields": {"device": uuid}})
+                self._start_later(uuid, _LONGEST_PAUSE_SECONDS)
+
+        timer = threading.Timer(pause, start)
         timer.daemon = True
         timer.start()
 

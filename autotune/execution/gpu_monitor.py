@@ -131,9 +131,9 @@ class WatchedExecutor:
         while True:
             now = device_condition(gpu.uuid)
             _check_is_there(gpu, now)
-            if now is None or not _lacks_memory(now, needed_bytes):
+            if now is None or not _lacks_memory(now, needed_bytes) or self._is_ending():
                 return now
-            if time.monotonic() >= deadline or self._is_ending():
+            if time.monotonic() >= deadline:
                 if has_said_so or self._patience_seconds <= _RETURN_SECONDS:
                     self._patience_seconds = _RETURN_SECONDS
                     return now

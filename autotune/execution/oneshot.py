@@ -263,6 +263,8 @@ def find_protection() -> FoundProtection:
     except OSError:
         said = b""
     lines = said.decode(errors="replace").splitlines()
-    if not lines:
-        return FoundProtection("none", "the process that tries it out ended without an answer")
-    return decode(json.loads(lines[-1]), FoundProtection)
+    # What timed out may have written a part of its answer.
+    with contextlib.suppress(ValueError):
+        if lines:
+            return decode(json.loads(lines[-1]), FoundProtection)
+    return FoundProtection("none", "the process that tries it out ended without an answer")
