@@ -240,6 +240,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
         finish(InspectionAnswer(problem=problem_of(error, source)))
 
     def on_step() -> NoReturn:
+        """End the process with what the first step has shown."""
         check_gradients(watch, source)
         loader = loaders[0] if loaders else None
         searched = tuple(short for short, name in loop_interface.FIELDS.items() if name in config.was_read)

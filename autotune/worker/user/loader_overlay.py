@@ -76,6 +76,7 @@ class LoaderOverlay:
         signature = inspect.signature(DataLoader.__init__)
 
         def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+            """Create a loader, with the changes that are asked for its key, and record the key in it."""
             place = line_of_maker()
             key = f"{place}#{self._made[place]}"
             self._made[place] += 1

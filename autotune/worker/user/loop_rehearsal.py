@@ -113,7 +113,7 @@ class LoopParts(Parts, Listener):
         self._accumulation = accumulation
         self._last_batch = self.epoch_batches
         self._own_batches: int | None = None
-        """Batches of the training's own epoch where its last step is incomplete; ``None`` where it is whole."""
+        """Batches of the script's own epoch if its last step is incomplete, else ``None``; set by the first update."""
         self._losses: deque[list[torch.Tensor]] = deque([[]], maxlen=3)
         """Absolute mean loss of each backward pass: lists for the last two steps, and one for the passes since."""
         self._given = 0

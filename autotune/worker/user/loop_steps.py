@@ -29,6 +29,7 @@ class StepMarks(Listener):
         self._name = name
         self._listener = listener
         self._marks: tuple[Any, Any] | None = None
+        """Marks of both ends in this step; ``None`` before its first optimizer begins."""
         self.loss: Any = None
         """The tensor from which the last backward pass began, detached; ``None`` before the first pass."""
 

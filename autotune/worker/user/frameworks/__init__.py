@@ -1,7 +1,7 @@
 """Adapt frameworks that scripts train with, in one module for each library: their overlays, listed in ``OVERLAYS``.
 
-The modules import no library when they are imported: in a real training, what a script sets before its own imports must
-take effect.
+Importing these modules imports no library: in a real training, what a script sets before its own imports must take
+effect.
 """
 
 from __future__ import annotations

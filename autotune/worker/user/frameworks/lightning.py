@@ -69,6 +69,7 @@ class LightningOverlay(Overlay):
             wanted["accumulate_grad_batches"] = changes.accumulation
 
         def made(make: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+            """Create a ``Trainer`` with the wanted settings; with an observer, one that writes nothing."""
             kwargs = changes.over(kwargs, wanted)
             if observer is not None:
                 given = kwargs.get("callbacks") or []
@@ -82,6 +83,7 @@ class LightningOverlay(Overlay):
             make(trainer, *args, **kwargs)
 
         def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            """Run ``Trainer.fit``; record the model and apply the settings to it once it is set up."""
             # Lightning calls on_fit_start once setup and configure_model have made the parts of the model.
             inner = getattr(model, "_orig_mod", model)
             begins = inner.on_fit_start
