@@ -27,7 +27,7 @@ def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any)
     """Shard a model on the CPU between the ranks of a mesh, with accelerate's own functions.
 
     ``settings`` are those of ``fsdp_config``. ``Accelerator`` itself shards on GPUs only, so a stand-in provides the
-    attributes that its functions read.
+    attributes that accelerate's functions read from an ``Accelerator``.
     """
     import torch
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -58,7 +58,7 @@ def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any)
 
 
 def shard_for(accelerator: Any, model: Any) -> None:
-    """Shard a model in place, with checkpointing, as ``accelerator.prepare`` would, which skips it afterwards."""
+    """Shard a model in place, with checkpointing if configured. ``accelerator.prepare`` then leaves it as it is."""
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac, fsdp2_prepare_model
 
     plugin = accelerator.state.fsdp_plugin
@@ -70,7 +70,7 @@ def shard_for(accelerator: Any, model: Any) -> None:
 
 
 def compute_on_cpu() -> None:
-    """Make accelerate use the CPU for the rest of this process."""
+    """Make accelerate, whose state exists already, use the CPU for the rest of this process."""
     import torch
     from accelerate.state import AcceleratorState, PartialState
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_stored_order(dataset: Any) -> Any:
-    """Return the dataset without its index table, which slows down every access to samples."""
+    """Return the dataset stored anew in its own order, without an index table, which slows down every access."""
     return dataset.flatten_indices() if dataset._indices is not None else dataset
 
 

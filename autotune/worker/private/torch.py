@@ -60,10 +60,11 @@ def fake_tensor_mode() -> Any:
 
 
 def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
-    """Join a process group as its rank 0, and return its device mesh; with ``sharing``, a mesh of groups.
+    """Join a fake process group of ``ranks`` as rank 0, and return its device mesh.
 
-    Its collectives exchange nothing, and the other ranks need not exist. Must come before tensors are fake, since a
-    mesh reads values.
+    The mesh has one dimension; with ``sharing`` two: groups, and the ``sharing`` ranks that shard a model in each. The
+    collectives exchange nothing, and the other ranks need not exist. Call it before a fake tensor mode is entered,
+    since a mesh reads values.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -76,7 +77,7 @@ def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
     if sharing is None:
         return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
 
-    # FSDP takes the part for one dimension from the mesh of two where tensors are fake.
+    # FSDP takes one dimension of the mesh within a fake tensor mode, in which the mesh could not read values.
     def without_modes(function: Callable[..., Any], *args: Any) -> Any:
         with _disable_current_modes():
             return function(*args)
@@ -99,7 +100,7 @@ _resize = torch.UntypedStorage.resize_
 
 
 def on_resize(resized: Callable[[torch.UntypedStorage], None]) -> None:
-    """Call ``resized`` with every storage that is resized in place from now on, in place of other such callbacks."""
+    """Call ``resized`` with every storage that is resized in place from now on; an earlier callback is replaced."""
     torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
     after(torch.UntypedStorage, "resize_", lambda _, storage, *__: resized(storage))
 
@@ -157,14 +158,14 @@ _CPU = torch.device("cpu")
 
 
 def without_dispatch() -> Any:
-    """Return a context without dispatch modes, in which fake tensors are their ``meta`` tensors."""
+    """Return a context without dispatch modes, in which a fake tensor acts as its ``meta`` tensor."""
     return torch._C._DisableTorchDispatch()
 
 
 def is_plain_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a fake tensor is plain: with only shape, strides and a real dtype, and no gradient.
+    """Return whether a tensor is a plain fake one: no known values, and ``requires_grad`` is not set.
 
-    Such a tensor has no known values, is not sparse, complex or quantized, and is no negated view.
+    Such a tensor is not sparse, complex or quantized, no negated view, and of no subclass of ``FakeTensor``.
     """
     return (
         type(tensor) is FakeTensor

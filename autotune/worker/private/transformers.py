@@ -31,7 +31,7 @@ def is_reporting(callback_class: type) -> bool:
 
 
 def mean_train_loss(trainer: Any) -> float | None:
-    """Return the mean loss of the training's steps; ``None`` where the Trainer does not keep the sum."""
+    """Return the mean loss of a training that logs nothing; ``None`` where the Trainer does not keep the sum."""
     total = getattr(trainer, "_tr_loss", None)
     return None if total is None else float(total) / max(1, trainer.state.global_step)
 
@@ -66,7 +66,7 @@ def optimizer_names() -> list[str]:
 
 
 def optimizer_class(arguments: Any, model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return optimizer class and settings that the Trainer uses for these arguments."""
+    """Return the optimizer class and its keyword arguments that the Trainer uses for these ``TrainingArguments``."""
     kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
     return kind, options
 
@@ -94,7 +94,7 @@ _questions: dict[str, Callable[..., bool]] = {}
 def decide_masks_without_values(*, padded: bool) -> None:
     """Make transformers decide about attention masks without tensor values, for the rest of this process.
 
-    Samples are never packed. Unless they are ``padded``, a mask masks nothing, and a real step drops it.
+    Samples are taken to be never packed. Unless they are ``padded``, a mask masks nothing, and a real step drops it.
     """
     from transformers import masking_utils
 
@@ -106,7 +106,7 @@ def decide_masks_without_values(*, padded: bool) -> None:
 
 
 def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
-    """Return the same decision function for a mask that masks nothing."""
+    """Return a function that decides as ``ignore`` does without a padding mask, whatever mask it is given."""
 
     def answer(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
         return ignore(None, *rest, **named)

@@ -18,9 +18,9 @@ Structure = dict[Any, dict[str, set[str]]]
 def import_models() -> None:
     """Import ``transformers.models`` with the list of modules that ``import transformers`` has built.
 
-    transformers reads a thousand files for that list, and reads them again for this package, since its cache has room
-    for 128 folders (5.23 has more than 400): 0.4 of 4 seconds on an idle core. Where the first list is not available,
-    as in other versions, the package is imported as usual.
+    transformers reads a thousand files for that list, and reads them again for ``transformers.models``, since its cache
+    has room for 128 folders (5.23 has more than 400): 0.4 of 4 seconds on an idle core. Where the first list is not
+    available, as in other versions, the package is left to be imported as usual.
     """
     if _MODELS in sys.modules:
         return
@@ -44,7 +44,7 @@ def import_models() -> None:
 
 
 def listed_models(import_utils: Any, folder: Path) -> Structure:
-    """Return the list of model modules from ``import transformers``. Raises an error where there is none."""
+    """Return the list of model modules from ``import transformers``. Raises ``LookupError`` where there is none."""
     before = import_utils.define_import_structure.cache_info()
     if not before.currsize:
         raise LookupError("transformers keeps no list")

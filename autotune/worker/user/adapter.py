@@ -1,4 +1,4 @@
-"""Define what is put over a framework that scripts train with, and who is told of such a training."""
+"""Define the bases of what changes a framework that scripts train with, and of what observes such a training."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Changes:
-    """What is put over a script's own settings; ``None`` leaves its own."""
+    """Settings that replace a script's own; ``None`` leaves the script's own setting."""
 
     interface: CodeInterface = field(default_factory=CodeInterface)
     precision: Precision | None = None
     accumulation: int | None = None
     checkpointing: bool = False
     options: Mapping[str, int] = field(default_factory=dict)
-    """The script's own options, and what they are to say."""
+    """Values for the script's own command-line options, by their names."""
     say: Callable[[str], None] = lambda _: None
-    """Told what the script had said instead."""
+    """Called with a message for each of the script's values that is replaced."""
     overrules: Callable[[int], None] = lambda _: None
-    """Told the accumulation that the script had said, where its code is not told another by an option."""
+    """Called with the accumulation that the script gave its ``Accelerator``, where another one replaces it."""
     epoch_batches: int | None = None
-    """After which an epoch ends, and its validation comes; ``None`` in a trial, which has none."""
+    """Batches after which an epoch ends and its validation begins; ``None`` in a trial, which has no validation."""
 
     @classmethod
     def of(
         cls, source: TrainingSource, candidate: Candidate, takes: Collection[str], accumulation: int, **others: Any
     ) -> Changes:
-        """Return those settings of a candidate that the script ``takes``, for a number of micro-steps in a step.
+        """Return those settings of a candidate that the script ``takes``; ``accumulation`` replaces the candidate's.
 
-        Settings with an option of the script are set by this as well, since the script may use the option elsewhere,
-        such as for a schedule.
+        Batch and accumulation are also set by options of the script, where it has them, since the script may use the
+        option elsewhere, such as for a schedule.
         """
         values = {"batch": candidate.per_device_train_batch_size, "accumulation": accumulation}
         flags = source.interface.flags
@@ -55,14 +55,14 @@ class Changes:
         )
 
     def over(self, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the script's arguments with ``wanted`` ones replaced, and report each replacement."""
+        """Return the script's arguments with the ``wanted`` ones, and report each that replaces another value."""
         for name, value in wanted.items():
             if (said := given.get(name)) not in (None, value):
                 self.say(f"the script says {name}={said!r}; {value!r} is set")
         return {**given, **wanted}
 
     def apply_to(self, model: Any) -> None:
-        """Set checkpointing of a model and the precision of float32 matrix products."""
+        """Enable checkpointing of a model if asked; for fp32 and tf32, set the precision of float32 matrix products."""
         if self.precision in ("fp32", "tf32"):
             sys.modules["torch"].set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         if self.checkpointing:
@@ -74,7 +74,7 @@ GiveBatches = Callable[[], Iterator[Any]]
 
 
 class Observer:
-    """Is told of a training on a framework that is measured or inspected, so that it writes nothing."""
+    """Base of what observes a training on a framework, to measure or inspect it."""
 
     steps: LoopSteps | None = None
     """What measures the steps; ``None`` in an inspection."""
@@ -83,7 +83,7 @@ class Observer:
         self.output_dir, self.on_cpu = output_dir, on_cpu
 
     def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Yield the batches of a loader, which ``give`` creates."""
+        """Yield the batches of a loader; ``give`` returns its own iterator."""
         raise NotImplementedError
 
     def begins(self, overlay: Overlay, loader: Any) -> None:
@@ -91,14 +91,14 @@ class Observer:
 
 
 class Measured(Observer):
-    """Measures the steps of the training."""
+    """Observes a training to measure its steps."""
 
     def __init__(self, steps: LoopSteps, loader_key: str | None, output_dir: str, *, on_cpu: bool) -> None:
         super().__init__(output_dir, on_cpu=on_cpu)
         self.steps, self._loader_key = steps, loader_key
 
     def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Yield the batches of a loader; batches of the training loader as micro-steps."""
+        """Yield the batches of a loader; of the training loader endlessly, each as a micro-step."""
         from autotune.worker.user.loader_overlay import key_of
 
         assert self.steps is not None
@@ -107,7 +107,7 @@ class Measured(Observer):
 
 @dataclass(frozen=True)
 class _Batches:
-    """The batches of a loader, as often as they are gone over."""
+    """The batches of a loader, which can be iterated repeatedly."""
 
     give: GiveBatches
 
@@ -116,33 +116,36 @@ class _Batches:
 
 
 class Overlay:
-    """What is put over a framework in this process, once it is imported, and what is seen of it.
+    """Changes a framework in this process once it is imported, and records what the script does with it.
 
-    With an ``observer`` the training is only measured or inspected; without one it is for real.
+    With an ``observer`` the training is only measured or inspected; without one it is a real training.
     """
 
     framework: Framework
     known_options: ClassVar[Mapping[str, Sequence[str]]]
-    """The framework's usual options, by what they decide."""
+    """Usual names of command-line options in the framework's scripts, by the setting that they decide."""
 
     def __init__(self, changes: Changes, observer: Observer | None = None) -> None:
         self._changes, self._observer = changes, observer
         self.models: list[Any] = []
-        """Those that the framework has prepared."""
+        """Models that the framework has prepared."""
 
     def install(self) -> None:
-        """Wrap the framework's classes wherever they are imported from."""
+        """Wrap the framework's classes once they are imported, from any of its packages."""
         raise NotImplementedError
 
     def precision(self, name: str) -> Precision | None:
-        """Return the precision of the framework; ``None`` where trials cannot change it.
+        """Return the precision in which the framework trains; ``None`` where trials cannot change it.
 
-        Raises ``UserCodeError`` for a precision that no trial has.
+        An overlay may raise ``UserCodeError`` for a precision that no trial has. ``name`` is the script's.
         """
         raise NotImplementedError
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int] | None:
-        """Return which side sets accumulation, and its value; ``None`` where only the steps show it."""
+        """Return what sets the accumulation, and its value; ``None`` where only the training's steps show it.
+
+        What sets it is ``None`` for an argument of the framework's ``Trainer``.
+        """
         return None
 
     def interface(self) -> dict[str, Any]:
@@ -159,7 +162,7 @@ class Overlay:
         self._changes.apply_to(model)
 
     def _give_batches(self, kinds: Iterable[Any]) -> None:
-        """Pass iteration over every loader of some classes to the observer."""
+        """Have the observer, if any, give the batches of every loader of these classes."""
         if (observer := self._observer) is None:
             return
         for kind in kinds:
@@ -167,6 +170,6 @@ class Overlay:
 
 
 def silence(kind: Any, *names: str, returned: Any = None) -> None:
-    """Make methods of a class do nothing in this process."""
+    """Make methods of a class do nothing but return ``returned`` in this process."""
     for name in names:
         setattr(kind, name, lambda *_, **__: returned)

@@ -23,7 +23,7 @@ from autotune.worker.wrapping import after, around, on_import, users_line
 
 _LOOP_PAGE = "docs/how-to/own-loop.md"
 _PLACEHOLDERS_PAGE = "docs/how-to/placeholders.md"
-# Parts of the names of options that a hint names. A choice.
+# A hint names the options whose names match; without one for the batch, at most so many of all. Choices.
 _BATCH = re.compile(r"batch|accum", re.IGNORECASE)
 _MOST_NAMED = 12
 _EVALUATION = re.compile(r"eval|valid|test", re.IGNORECASE)
@@ -33,7 +33,10 @@ _MEANS = {"batch": re.compile("batch"), "accumulation": re.compile("accum")}
 
 
 def set_options(values: Mapping[str, int]) -> None:
-    """Replace values of options in every ``argparse`` parser of this process, where the options exist and are set."""
+    """Replace values of options in what every ``argparse`` parser of this process returns from now on.
+
+    An option that a parser lacks, or that has the value ``None``, stays as it is.
+    """
 
     def put(parsed: tuple[Any, Any], parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         for action in parser._actions:
@@ -45,11 +48,11 @@ def set_options(values: Mapping[str, int]) -> None:
 
 
 class SeenOptions:
-    """The long options that the script's own parsers have, and what was given for them."""
+    """The long options of all ``argparse`` parsers of this process, and their values, defaults included."""
 
     def __init__(self) -> None:
         self.names: dict[str, str] = {}
-        """Where each puts its value."""
+        """The destination (``dest``) of each option."""
         self.values: dict[str, Any] = {}
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
 
@@ -60,9 +63,10 @@ class SeenOptions:
         after(argparse.ArgumentParser, "parse_known_args", lambda parsed, *_, **__: self.values.update(vars(parsed[0])))
 
     def flags(self, options: Mapping[str, Sequence[str]], seen: Mapping[str, int | None]) -> dict[str, str]:
-        """Return the script's flag for each searchable setting, with dashes or underscores.
+        """Return the script's flag for each setting that has one: of the names in ``options``, the last that it has.
 
-        For a setting with a value in ``seen``, it is the only option with this name and this value.
+        A name may have dashes or underscores. For a setting in ``seen``, another flag comes first if it is the only
+        one with the setting's word in its name and the seen value. Of several such flags, those with ``train`` count.
         """
         spelled = {name.replace("_", "-"): name for name in self.names}
         wanted = {what: [name.replace("_", "-") for name in names] for what, names in options.items()}
@@ -78,7 +82,7 @@ class SeenOptions:
 
 @functools.cache
 def watch_options() -> SeenOptions:
-    """Record the options of every parser in this process from now on."""
+    """Return the options of the parsers in this process, which are recorded from the first call on."""
     return SeenOptions()
 
 
@@ -87,7 +91,7 @@ def next_step(source: TrainingSource) -> str:
     within = os.path.relpath(source.file, source.cwd)
     file = source.file if within.startswith(os.pardir) else within
     names = [name for name in watch_options().names if name != "--help" and not _EVALUATION.search(name)]
-    # Of a script whose data make the batches, any of them may say their samples.
+    # Where no option names the batch, any option may decide how many samples the dataset puts in a batch.
     flags = [name for name in names if _BATCH.search(name)]
     flags = flags if any("batch" in name for name in flags) else names[:_MOST_NAMED]
     start = ["torchrun" if source.is_ranked else "python", *(("-m", source.module) if source.module else (file,))]
@@ -105,13 +109,13 @@ OUTPUT_OPTIONS = ("--output_dir", "--output-dir")
 LAUNCHED_PRECISION = "ACCELERATE_MIXED_PRECISION"
 """Set by ``accelerate launch --mixed_precision``; ``TrainingArguments`` read it."""
 REDIRECTED_VARIABLE = "AUTOTUNE_OUTPUT"
-"""Set to the folder that the command line names, where a trial has put another in its place."""
-# Services that scripts report to by themselves, beside the Trainer's own callbacks.
+"""Set to the output folder of the user's command line, where the script runs with another folder in its place."""
+# Turns off services to which scripts report directly, not by the Trainer's callbacks.
 _SILENCED = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "SWANLAB_MODE": "disabled"}
 
 
 class UserCodeError(Exception):
-    """The user's code does what cannot be measured; the message says what, ``hint`` what to do about it."""
+    """The user's code cannot be run or measured; the message says why, ``hint`` what to do about it."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -119,16 +123,16 @@ class UserCodeError(Exception):
 
 
 def enter(source: TrainingSource) -> None:
-    """Set environment, working folder and paths as the user's code expects them, without running it."""
+    """Protect the user's files; set environment, working folder and paths as their code expects, without running it."""
     begin_run()
     os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
-    # A mode that a script gives to wandb.init would count for more than the variable.
+    # A mode that a script gives to wandb.init would take precedence over the variable.
     unheard = {"mode": "disabled"}
     on_import(
         "wandb", lambda wandb: around(wandb, "init", lambda run, *args, **said: run(*args, **{**said, **unheard}))
     )
     os.chdir(source.cwd)
-    # Of a function as well: it may look for options of its own, and finds none.
+    # A function, too, may parse the command line, and must find no options.
     sys.argv = [source.file]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path.insert(0, source.cwd if source.module else str(Path(source.file).parent))
@@ -150,7 +154,7 @@ def run_script(source: TrainingSource, output_dir: str) -> None:
 
 
 def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
-    """Run a script to its end with these options."""
+    """Run a script or module to its end as ``__main__``, with these command-line arguments."""
     sys.argv = [source.file, *argv]
     if source.module:
         runpy.run_module(source.module, run_name="__main__", alter_sys=True)
@@ -161,7 +165,7 @@ def run_as_main(source: TrainingSource, argv: Sequence[str]) -> None:
 def load_function(source: TrainingSource) -> Callable[[Any], Any]:
     """Import the user's file, and return its function.
 
-    Raises ``UserCodeError`` where the file has no such function.
+    Raises ``UserCodeError`` where the file is no Python file or has no such function.
     """
     name = Path(source.file).stem
     if name in sys.modules or not name.isidentifier():
@@ -184,13 +188,13 @@ def load_function(source: TrainingSource) -> Callable[[Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
-# After what was wrong some libraries say how to learn more, in so many lines at most. A choice.
+# Lines at the end of a log in which the error is looked for: some libraries print advice after it. A choice.
 _LAST_WORDS = 8
 _ERROR = re.compile(r"\b(error|unknown|invalid|unrecognized|could not|cannot|can't|no such|not found)\b", re.IGNORECASE)
 
 
 def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
-    """Return the error for code that ended its process, with the last words of its log."""
+    """Return the error for code that raised ``SystemExit``, with its message, else the last error line of its log."""
     said = error.code if isinstance(error.code, str) else _last_words(log_start)
     code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
     what = f"left with exit code {code}" if code else "ended without training"
@@ -198,7 +202,7 @@ def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserC
 
 
 def log_size() -> int:
-    """Return the size of this process's log in bytes."""
+    """Flush this process's output, and return the size of its log (stderr) in bytes; 0 where that is unknown."""
     flush_output()
     try:
         return os.fstat(2).st_size
@@ -207,7 +211,11 @@ def log_size() -> int:
 
 
 def _last_words(start: int) -> str:
-    """Return the last error line, or else the last line, of this process's log from ``start`` on."""
+    """Return the last error line, or else the last line, of this process's log from byte ``start`` on.
+
+    An error line is one of the last ``_LAST_WORDS`` lines that looks like an error. Empty for an empty log.
+    """
+    # This flushes the output.
     log_size()
     try:
         with Path("/proc/self/fd/2").open("rb") as log:
@@ -241,7 +249,7 @@ def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
 
 
 def trim(error: BaseException, source: TrainingSource) -> None:
-    """Cut the error's traceback to begin in the user's file, if that is in it."""
+    """Cut the error's traceback so that it begins in the user's file, if that file is in it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
         trace = trace.tb_next

@@ -1,7 +1,8 @@
 """Stop code that begins to train where nothing measures it: at its first backward pass or optimizer step.
 
-Other processes that the user's code starts are looked at before they start. A launcher ends the job at once. Any other
-Python may run, with ``started_python/sitecustomize.py`` in it, which stops a training there as well.
+Other processes that the user's code starts are checked before they start. The job ends at once if one is a launcher
+such as torchrun, replaces the job's process, or is a Python with an environment that lacks this guard. Any other Python
+may run: it imports ``started_python/sitecustomize.py``, which stops a training there as well.
 """
 
 from __future__ import annotations
@@ -33,23 +34,26 @@ _LAUNCHER_MODULES = (
 )
 _STARTED_PYTHON = Path(__file__).parent / "started_python"
 
-# peft's LoRA-GA and similar initialisations run backward passes to choose first weights, and no optimizer.
+# peft's LoRA-GA and similar initialisations run backward passes to compute initial weights, without an optimizer.
 _PREPARES_WEIGHTS = ("peft.",)
 
 
 class Guard:
-    """Stops the job where the user's code trains in a way that is not measured; lifted where one that is begins."""
+    """Stops the job where the user's code trains without being measured, until ``lift`` is called."""
 
     def __init__(self, source: TrainingSource, stop: Stop, is_known: Callable[[], bool] = lambda: False) -> None:
         self._source = source
         self._is_known = is_known
-        """Whether a training that is known has begun."""
+        """Returns whether a training has begun that is observed elsewhere, so that its steps are allowed."""
         self._stop = stop
         self._is_lifted = False
         self._process = os.getpid()
 
     def install(self, stop_file: str) -> None:
-        """Watch this process, and the processes that it starts, from now on."""
+        """Stop the job from now on where this process, or one that it starts, trains without being measured.
+
+        A process that it starts writes the reason to ``stop_file``.
+        """
         os.environ[STOP_VARIABLE] = f"{self._process}:{stop_file}"
         paths = [str(_STARTED_PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -63,7 +67,7 @@ class Guard:
                 )
 
         before_steps(torch, self._on_step)
-        # Before torch starts processes that run a function.
+        # torch.multiprocessing starts processes through this function.
         for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
             if hasattr(sys.modules.get(name), "start_processes"):
                 before(sys.modules[name], "start_processes", spawned)
@@ -78,16 +82,16 @@ class Guard:
         if os.getpid() == self._process:
             self._stop(UserCodeError(message, hint))
         else:
-            # A fork of the job's process.
+            # This is a fork of the job's process.
             _end_job(message, hint)
 
     def _on_step(self) -> None:
-        """Stop at a training step that nothing measures."""
+        """Stop the job at a training step that nothing measures, unless a library initializes weights by it."""
         if not self._is_lifted and not self._is_known() and not _prepares_weights():
             self._end(*describe_training(self._source))
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Check a process before it starts, as an audit hook of Python."""
+        """Stop the job before it starts a process in which training could not be noticed; an audit hook of Python."""
         if event not in _STARTS or self._is_lifted:
             return
         words, environment = _STARTS[event](arguments)
@@ -95,7 +99,7 @@ class Guard:
         # torch.compile compiles in processes that have an environment of their own.
         is_compiler = any(word.endswith(_COMPILER) for word in words[1:2])
         is_unknown = _is_python(words) and _is_unguarded(environment) and not is_compiler
-        # What starts processes to train in, as the launchers of torch and accelerate do.
+        # A launcher, such as those of torch and accelerate, starts processes to train in.
         launches = any(Path(word).name in _LAUNCHERS or word.startswith(_LAUNCHER_MODULES) for word in words[:12])
         if becomes or launches or is_unknown:
             verb = "becomes" if becomes else "starts"
@@ -119,7 +123,7 @@ def guard_started_python() -> None:
 
 
 def _end_job(message: str, hint: str) -> NoReturn:
-    """Write the reason for the server to a file, then end the job's process and this one."""
+    """Write the reason to a file that the trial server reads, then end the job's process and this one."""
     process, _, path = os.environ[STOP_VARIABLE].partition(":")
     written = f"{path}.{os.getpid()}"
     Path(written).write_text(json.dumps({"message": message, "hint": hint}))
@@ -131,12 +135,12 @@ def _end_job(message: str, hint: str) -> NoReturn:
 def before_steps(torch: Any, begins: Callable[[], None]) -> None:
     """Call ``begins`` before each backward pass and each optimizer step."""
     before(torch.autograd, "backward", lambda *_, **__: begins())
-    # torch.optim deletes the name of this module of its own.
+    # torch.optim deletes its attribute for this submodule.
     sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
 
 
 def describe_training(source: TrainingSource) -> tuple[str, str]:
-    """Return which library trains now, from the call stack, and advice."""
+    """Return a message that says how the code trains now, from the call stack, and advice."""
     from transformers import Trainer
 
     lines = list(lines_above())
@@ -163,7 +167,7 @@ def _prepares_weights() -> bool:
     return any(module_of(frame).startswith(_PREPARES_WEIGHTS) for frame, _ in lines_above())
 
 
-# Processes that are about to start: the words of their command line and their environment, where it is not this one's.
+# A process that is about to start: the words of its command line, and its environment; ``None`` for this process's.
 _Started = tuple[list[str], Mapping[Any, Any] | None]
 
 
@@ -177,13 +181,13 @@ def _command_of_popen(arguments: tuple[Any, ...]) -> _Started:
 
 
 def _command_of_exec(arguments: tuple[Any, ...]) -> _Started:
-    """Return command and environment of an ``os.exec`` audit event."""
+    """Return command and environment of an ``os.exec``, ``os.posix_spawn`` or ``os.spawn`` audit event."""
     path, words, environment = arguments[-3:]
     return [_as_text(path), *(_as_text(word) for word in list(words)[1:])], environment
 
 
 def _command_in_shell(words: list[str]) -> list[str]:
-    """Return the command that a shell is to run; other commands unchanged."""
+    """Return the words of the command that ``sh -c`` or ``bash -c`` is to run; other commands unchanged."""
     if len(words) > 2 and Path(words[0]).name in ("sh", "bash") and words[1] == "-c":
         try:
             return shlex.split(words[2])
@@ -213,7 +217,7 @@ def _is_python(words: Sequence[str]) -> bool:
 
 
 def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
-    """Return whether a process would start without the guard against training."""
+    """Return whether a Python with this environment lacks the guard; ``None`` is this process's, which has it."""
     if environment is None:
         return False
     given = {_as_text(name): _as_text(value) for name, value in environment.items()}
@@ -221,7 +225,7 @@ def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
 
 
 def _advice_for(words: Sequence[str]) -> str:
-    """Return advice on which command to give instead of the script that starts these words."""
+    """Return advice to give, in place of the script, the command that it starts with these words."""
     from autotune.core.errors import InvalidRequestError
     from autotune.core.launch_command import without_launchers
 
@@ -236,6 +240,6 @@ def _advice_for(words: Sequence[str]) -> str:
     for place, word in enumerate(left):
         option, equals, _ = word.partition("=")
         if own_output is not None and option in OUTPUT_OPTIONS:
-            # A trial's own folder stands there.
+            # The trial has put a folder of its own there.
             left[place : place + 2 - bool(equals)] = [f"{option}={own_output}"] if equals else [option, own_output]
     return f"give what it starts: -- python {shlex.join(left)}"

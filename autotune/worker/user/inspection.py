@@ -60,12 +60,12 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
         type(model).__name__ if model is not None else "no torch.nn.Module",
         sum(p.numel() for p in parameters),
         sum(p.numel() for p in parameters if p.requires_grad),
-        # Said only where the model names one.
+        # Models without a configured attention are taken as sdpa.
         (attention_of(config) if hasattr(config, "_attn_implementation") else "sdpa",),
         dataloader_num_workers=getattr(loader, "num_workers", 0),
         dtype=weight_dtype(model) if parameters else "float32",
         samples=length(getattr(loader, "dataset", None)),
-        # Without its path and version; empty where there is none.
+        # Without the model's path and the version of transformers.
         config={
             name: value for name, value in document.items() if name not in ("_name_or_path", "transformers_version")
         },
@@ -85,7 +85,7 @@ def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:
     """Return the reason why the user's code could not be inspected; print the traceback of its own errors."""
-    # For want of the variables by which torchrun tells a process its rank.
+    # These errors come from missing variables by which torchrun tells a process its rank.
     modules = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     asks_for_rank = isinstance(error, ValueError) and modules[-1:] == ["torch.distributed.rendezvous"]
     if isinstance(error, KeyError):
@@ -102,7 +102,7 @@ def problem_of(error: BaseException, source: TrainingSource) -> Problem:
 
 
 def weight_dtype(model: Any) -> DTypeName:
-    """Return the dtype of most weights, of those that autotune knows."""
+    """Return the dtype of most weights, among the dtypes in ``DTYPES``."""
     counts = dict.fromkeys(DTYPES, 0)
     for parameter in model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
@@ -120,10 +120,10 @@ def length(dataset: Any) -> int | None:
 
 
 class LoopInspection(Observer, Listener):
-    """Sees what a script's loop trains with, whichever framework it is on, and ends the process with that.
+    """Finds the model, loader and settings of a script's training, on any framework, and ends the process with them.
 
-    A framework with a loop of its own tells when that begins. The loader of another loop is the one whose batch came
-    last before a backward pass; its second step shows how it accumulates.
+    A framework with a loop of its own reports when its loop begins. In any other loop, the training loader is the one
+    whose batch came last before the first backward pass, and the second step shows the accumulation.
     """
 
     def __init__(self, code: Code, output_dir: str, finish: Callable[[ModelFacts], NoReturn]) -> None:
@@ -131,9 +131,9 @@ class LoopInspection(Observer, Listener):
         self._code, self._finish = code, finish
         self._options = watch_options()
         self._given: tuple[Overlay, Any] | None = None
-        """The loader that gave the last batch, with the framework that it is of."""
+        """Framework and loader of the last batch; ``None`` before the first batch."""
         self._trained: tuple[Overlay, Any] | None = None
-        """The one that is trained with."""
+        """Framework and loader of the training; ``None`` before its first backward pass."""
         self._steps = self._passes = 0
         self._watch = TrainingWatch()
         self._watch.listener = self
@@ -146,15 +146,15 @@ class LoopInspection(Observer, Listener):
         self._watch.install(calls=False)
 
     def is_at_work(self) -> bool:
-        """Return whether the script has begun to train."""
+        """Return whether a framework's loader has given a batch."""
         return self._given is not None
 
     def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Yield the batches of a loader, recording it."""
+        """Yield the batches of a loader, and record the loader as the one of the last batch."""
         for batch in give():
             self._given = overlay, loader
             if self._code.work.arms is not None:
-                # This process is there to trace a Trainer, and this is none.
+                # This process was started to trace a Trainer, and the script uses none.
                 self._finish(facts_of(None, loader))
             yield batch
 
@@ -172,15 +172,15 @@ class LoopInspection(Observer, Listener):
         if self._trained is None:
             return
         self._steps += 1
-        # No second step is needed where the framework was told.
+        # No second step is needed where the framework was told the accumulation.
         if self._trained[0].told_accumulation() is not None or self._steps == 2:
             self._finish_with(*self._trained)
         self._passes = 0
 
     def _finish_with(self, overlay: Overlay, loader: Any) -> NoReturn:
-        """End the process with the facts of the training, its own settings, and which can be replaced.
+        """End the process with the facts of the training, its own settings, and which of these can be replaced.
 
-        Raises ``UserCodeError`` where the loader does not decide the batch.
+        Raises ``UserCodeError`` where the loader does not decide the batch, or no parameter had a gradient.
         """
         source, model = self._code.source, next(iter(overlay.models), None)
         check_gradients(self._watch, source)
@@ -214,7 +214,7 @@ class LoopInspection(Observer, Listener):
             OWN_OPTIM,
             batch,
             accumulation,
-            # Weights of 16 bits are computed in without an autocast.
+            # ``None`` stands for a precision that no trial sets, such as 16-bit weights without an autocast.
             "tf32" if is_tf32 else precision or "fp32",
             checkpoints,
             facts.attn_implementations[0],
@@ -231,7 +231,7 @@ class LoopInspection(Observer, Listener):
 
 
 def inspect_loop(code: Code, finish: Finish) -> NoReturn:
-    """Run the user's loop function until its first step, and report its model, data and the settings it read."""
+    """Run the user's loop function until its first step, and report its model, data and the settings that it read."""
     source, environment = code.source, inspect_environment()
     config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []
@@ -240,6 +240,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
         finish(InspectionAnswer(problem=problem_of(error, source)))
 
     def on_step() -> NoReturn:
+        """End the process with what the first step has shown."""
         check_gradients(watch, source)
         loader = loaders[0] if loaders else None
         searched = tuple(short for short, name in loop_interface.FIELDS.items() if name in config.was_read)
@@ -257,7 +258,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
             on_step()
 
         def step_is_dropped(self) -> None:
-            # A step of fewer samples shows as much.
+            # A step with fewer samples shows the same facts.
             on_step()
 
     guard = Guard(source, fail)

@@ -1,4 +1,4 @@
-"""Find data loaders by the line of the user's code that makes them, and change the batches of some."""
+"""Find data loaders by the line of the user's code that makes them; change batch size and loading of some."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotune.core.code_interface import CodeInterface
 from autotune.worker.trial.training_watch import shapes_in
 from autotune.worker.wrapping import around, module_of
 
-# Their own lines make loaders of loaders; what counts is the line of the user's that made the first.
+# Modules that make loaders from other loaders. Their lines are skipped to find the user's line.
 _LIBRARIES = (
     "torch.",
     "accelerate.",
@@ -29,12 +29,12 @@ _LIBRARIES = (
 )
 _KEY = "autotune_key"
 MOST_PREFETCHED = 4
-"""Batches that each loading process prepares ahead in a trial, at most. All of them are warm-up: with 256, which a
+"""Batches that each loading process prepares ahead in a trial, at most. Steps on these are warm-up: with 256, which a
 library sets, 196 steps came before the four that were timed. A choice."""
 
 
 class LoaderOverlay:
-    """What is put over the loader that is made at ``key``, a line and which of the loaders made there."""
+    """Changes the loader of one ``key``: the line that creates it, and its number among the loaders created there."""
 
     def __init__(
         self,
@@ -49,30 +49,34 @@ class LoaderOverlay:
         others: Mapping[str, int] | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Change the loader created at ``key``; ``others`` are batch sizes of loaders by key, reported to ``say``."""
+        """Change the loader created at ``key``. ``others`` are batch sizes of other loaders by key.
+
+        ``say`` gets a message for each of the other loaders that is changed.
+        """
         self._key = key
         self._batch = batch
-        """``None`` leaves the script's own; so do no ``workers``."""
+        """``None`` leaves the script's own batch size. 0 ``workers`` leave its workers and prefetching."""
         self._workers = workers
         self._prefetch = prefetch
         self._least_batches = least_batches
-        """As many batches as the loader has to say that it has: it is gone over again where its data ends before."""
+        """The fewest batches that the loader's length is to show: it is iterated again where its data ends earlier."""
         self._accumulation = accumulation
         self._on_made = on_made
-        """Given that loader once it is made."""
+        """Called with the loader once it is made."""
         self._others = others or {}
         self._say = say
         self._made: Counter[str] = Counter()
         self.made: Any = None
-        """The loader that was made there last."""
+        """The loader that was made at ``key``; ``None`` before."""
         self.said: int | None = None
-        """Its batch as the code has it."""
+        """The ``batch_size`` that the code gives it, 1 without one; ``None`` before."""
 
     def install(self) -> None:
-        """Wrap ``DataLoader`` for the rest of this process."""
+        """Wrap ``DataLoader`` for the rest of this process, to give each loader its key and change some."""
         signature = inspect.signature(DataLoader.__init__)
 
         def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+            """Create a loader, with the changes that are asked for its key, and record the key in it."""
             place = line_of_maker()
             key = f"{place}#{self._made[place]}"
             self._made[place] += 1
@@ -99,7 +103,10 @@ class LoaderOverlay:
             around(DataLoader, "__len__", self._lengthened)
 
     def _lengthened(self, length: Callable[..., int], loader: Any) -> int:
-        """Return the length of the training loader, extended to the batches of a trial in whole steps."""
+        """Return a loader's length; if the training loader has too few batches, a multiple of its own length.
+
+        The factor is 1 more than a multiple of the accumulation, and large enough for ``least_batches``.
+        """
         own = length(loader)
         if key_of(loader) != self._key or not 0 < own < self._least_batches:
             return own
@@ -132,7 +139,7 @@ def cap_prefetching() -> None:
 
 
 def key_of(loader: Any) -> str | None:
-    """Return the line where a loader was created: ``train.py:12#0``; ``None`` for other objects."""
+    """Return where a loader was created, ``/home/me/train.py:12#0``; ``None`` for objects without a key."""
     return getattr(loader, _KEY, None)
 
 
@@ -144,9 +151,9 @@ def keep_key(made: Any, of: Any) -> None:
 
 
 def with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
-    """Return an interface completed by a loader: where it is created, how it loads, whether it can be tuned.
+    """Return an interface completed by a loader: where it is created, how it loads, whether loading can be tuned.
 
-    For data without a length each worker might load all of it, so that it cannot be tuned.
+    Loading of data without a length cannot be tuned, since each worker might load all of it.
     """
     key = key_of(loader)
     return dataclasses.replace(
@@ -169,7 +176,7 @@ def batch_of(loader: Any) -> int | None:
 def is_made_by_data(loader: Any) -> bool:
     """Return whether the dataset itself yields batches, so that the loader's batch size has no effect.
 
-    The collator of such a loader returns the same shapes for one item and for two.
+    Only loaders with a batch size of 1 are examined: such a collator returns the same shapes for one item and for two.
     """
     dataset: Any = getattr(loader, "dataset", None)
     if batch_of(loader) != 1 or not hasattr(dataset, "__getitem__"):
@@ -177,7 +184,7 @@ def is_made_by_data(loader: Any) -> bool:
     try:
         one, two = (shapes_in((loader.collate_fn([dataset[0] for _ in range(count)]),)) for count in (1, 2))
     except Exception:
-        # Whatever their data and collator may raise.
+        # The user's data and collator may raise any error.
         return False
     return bool(one) and one == two
 

@@ -1,7 +1,8 @@
-"""Run once, with a loop of the user's own, what comes after its first steps: its longest batch and its validation.
+"""Run once, in a loop of the user's own, what comes after its first steps: its longest batch and its validation.
 
-The data of the training ends after a few steps, so that the loop goes on to what it does at the end of an epoch. What
-is loaded then is its validation: it gets small parts of its first batches, then whole ones, and ends early.
+The data of the training ends after a few steps, so that the loop goes on to what it does at the end of an epoch. Other
+data loaded then is taken for the validation. It gives up to three parts of its first batch, then whole batches, and
+ends early.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from autotune.worker.user.own_trial import OwnTrial
 from autotune.worker.user.rehearsal import LARGE_PART, Answer, Parts
 from autotune.worker.wrapping import after, around
 
-# Whole batches of a validation from which growth is told. A choice.
+# The time limit ends a validation only after more whole batches than this, which show memory growth. A choice.
 _FEWEST = 8
-# Batches of data that is neither trained with nor the first that is loaded after it. A choice.
+# Most batches given of data that is neither the training's nor that of the first validation. A choice.
 _OTHER_DATA = 2
 
 
 class LoopRehearsal(OwnTrial):
-    """A trial of a loop that ends with its validation."""
+    """A trial of a loop that goes on through its longest batch and its validation, and ends with a ``Rehearsal``."""
 
     parts: LoopParts | None = None
     """What gives the batches; ``None`` before the code is run."""
@@ -48,7 +49,7 @@ class LoopRehearsal(OwnTrial):
         self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> None:
-        """Run the user's code to its end, unless its process ends before."""
+        """Run the user's code, and report the results if it returns before the process has ended."""
         super().run_code(output_dir)
         if self.parts is not None:
             self.parts.end()
@@ -59,7 +60,7 @@ class LoopRehearsal(OwnTrial):
         super()._end_after(error)
 
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
-        """Return steps that do not interfere with the loop."""
+        """Set up ``parts`` to give the loop's batches and to watch it; return steps that do nothing."""
         self._checks.watch.remove()
         self.parts = LoopParts(
             accumulation or 1, self._begins, self._source.framework, self._work, self._meter, self._answer
@@ -74,7 +75,7 @@ class LoopRehearsal(OwnTrial):
         return _NoSteps(self._source.name, accumulation, StepListener())
 
     def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Limit the length that the training loader reports to the rehearsal's epoch, for loops that rely on it."""
+        """Set up the training loader; it reports the length of the rehearsal's epoch, for loops that rely on it."""
         super()._overlay_loader(batch, accumulation=accumulation)
 
         def said(length: Callable[..., int], loader: Any) -> int:
@@ -85,7 +86,7 @@ class LoopRehearsal(OwnTrial):
 
 
 class _NoSteps(LoopSteps):
-    """Divides a loop into nothing."""
+    """Gives a loop its batches without dividing it into steps."""
 
     def batches(self, loader: Any) -> Iterator[Any]:
         """Yield the batches of a loader once."""
@@ -96,32 +97,34 @@ class _NoSteps(LoopSteps):
 
 
 class LoopParts(Parts, Listener):
-    """Gives the batches of a loop's loaders, and measures what is done with them."""
+    """Gives the batches of a loop's loaders, and measures the memory of the training and the validation on them."""
 
     def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *args: Any) -> None:
         super().__init__(*args)
-        # It takes as many batches as it was told, not as many as come.
+        # Lightning takes as many batches as it was told, not as many as come.
         self._is_counted = framework == "lightning"
         self._is_ahead = framework == "accelerate"
         self._begin = begin
-        # As many batches as a library may load ahead are used later.
+        # First batches, given as they are: three steps, and two batches that a library may load ahead.
         self._plain = 3 * accumulation + 2
         whole_steps = -(-(self._plain + accumulation + 2) // accumulation)
         self.epoch_batches = whole_steps * accumulation + (accumulation > 1)
-        """Batches of the training's data, after which it ends: with one of a step that is not whole."""
+        """Batches after which the training's data ends: whole steps; with accumulation, one batch more."""
         self._accumulation = accumulation
         self._last_batch = self.epoch_batches
         self._own_batches: int | None = None
-        """Of the training's own epoch, where they make no whole steps; ``None`` where they do."""
+        """Batches of the script's own epoch if its last step is incomplete, else ``None``; set by the first update."""
         self._losses: deque[list[torch.Tensor]] = deque([[]], maxlen=3)
-        """From which the backward passes began, in each of the last two steps and since then."""
+        """Absolute mean loss of each backward pass: lists for the last two steps, and one for the passes since."""
         self._given = 0
+        """Batches given of the training's data."""
         self._data: list[Any] = []
-        """What is trained with."""
+        """Datasets that are trained with; empty before the first update."""
         self._latest: Any = None
+        """The dataset of the latest batch before the first update."""
         self._met: list[Any] = []
         self._met_before: list[Any] = []
-        """Other data in the step before: what comes in two steps one after the other is trained with, too."""
+        """Other datasets in the step before. A dataset that comes in two successive steps is trained with, too."""
         self._make_longest: Callable[[], Any] | None = None
         self._longest = LongestBatch(0, 0, None, fits=False, read=0, of=0)
         self._is_epoch_over = False
@@ -129,20 +132,21 @@ class LoopParts(Parts, Listener):
         self.opened: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """The loaders, by the iterators over them."""
         self._evaluates_with: str | None = None
-        """Where the loader of the evaluation is made; ``None`` where its batch is not the one that comes."""
+        """The key of the validation's loader; ``None`` where its batch size is not that of the first batch."""
         self._others = 0
         self._rows = 0
         self._first: Any = None
-        """Its first batch, of which parts come before it."""
+        """The validation's first batch, given after parts of it; ``None`` once it is given."""
         self._large = Part(1, 0, 0, 0.0)
-        """All of it so far."""
+        """The whole batches of the validation so far."""
         self._held: list[int | None] = []
         self._held_of_host: list[int | None] = []
         self._parts_given: list[int] = []
-        """Samples of each batch of the evaluation."""
+        """Samples of each batch of the validation so far."""
         self._fitting = 0
-        """The most samples in one that fit."""
+        """The most samples of a validation batch whose peak was within the limit."""
         self._total: int | None = None
+        """Batches of the whole validation; ``None`` where its loader has no length."""
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
         """End the rehearsal after an error, and report the part in which it arose."""
@@ -172,21 +176,21 @@ class LoopParts(Parts, Listener):
         self._losses[-1].append(first.detach().abs().mean())
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Record the training's data and batch at its first update."""
+        """Begin the losses of another step, and record which datasets are trained with."""
         if self._losses[-1]:
             self._losses.append([])
         if not self._data and self._latest is not None:
             self._data.append(self._latest)
             own = self._own_batches
             self._own_batches = own if own is not None and self.length_of_epoch(own) != own else None
-            # Lightning was told how many come.
+            # Without an incomplete step the batch for it is left out. Lightning was told to expect that batch.
             self._last_batch -= self._accumulation > 1 and self._own_batches is None and not self._is_counted
         if self._given <= self._plain:
             self._data += [data for data in self._met if any(data is each for each in self._met_before)]
             self._met, self._met_before = [], self._met
 
     def give(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
-        """Return the next batch of a loader, for training or validation."""
+        """Return the next batch for training or validation; ``batches`` is a loader's iterator over ``data``."""
         if not self._data:
             if self._latest is None:
                 self._begin()
@@ -205,9 +209,9 @@ class LoopParts(Parts, Listener):
         return self._evaluation_batch(give, batches, data)
 
     def _training_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
-        """Return the next training batch; later the longest one, and then end the epoch."""
+        """Return the next training batch, later the longest one. Raise ``StopIteration`` at the end of the epoch."""
         if self._is_epoch_over:
-            # Another epoch, with nothing in between.
+            # Another epoch begins without a validation in between.
             self.end()
         self._given += 1
         if self._given == self._plain + 1:
@@ -215,27 +219,30 @@ class LoopParts(Parts, Listener):
         if self._given > self._last_batch:
             self._end_epoch()
             raise StopIteration
-        # A loop may change a batch, so that each is another.
+        # The longest batch is made anew each time, since a loop may change a batch.
         return give(batches) if self._make_longest is None else self._make_longest()
 
     def length_of_epoch(self, batches: int) -> int:
-        """Return the length of the rehearsal's epoch, which ends with an incomplete step if the real epoch does."""
+        """Return the length to report for a real epoch of ``batches``.
+
+        It is that of the rehearsal's epoch where the last step of both is incomplete, else ``batches``.
+        """
         candidate = self._work.candidate
-        # A gradient scaler leaves steps out, and changes what losses are multiplied by.
+        # With fp16 a gradient scaler skips steps and changes the losses' factor: the last step is not judged.
         if self._accumulation == 1 or batches <= self.epoch_batches or candidate.arm.precision == "fp16":
             return batches
         of_rank = -(-batches // self._work.world_size)
         return self.epoch_batches if of_rank % candidate.gradient_accumulation_steps else batches
 
     def _note_last_step(self) -> None:
-        """Record how the incomplete last step of the epoch was trained."""
+        """Record the incomplete last step of the epoch where it was trained wrongly."""
         if self._own_batches is None or self._given < self._last_batch or len(self._losses) < 3:
             return
         whole, last, since = self._losses
         if since:
             is_wrong = len(since) < len(last)
         else:
-            # The loss of fewer micro-batches is divided by fewer: it is larger, by this.
+            # A correct loop divides each loss by the number of micro-batches: fewer make it larger by this factor.
             larger = len(whole) / max(1, len(last))
             ratio = float(torch.stack(last).mean() / torch.stack(whole).mean())
             is_wrong = larger > 1 and ratio < math.sqrt(larger)
@@ -245,7 +252,7 @@ class LoopParts(Parts, Listener):
             self._found = replace(self._found, last_step=LastStep(batches, accumulation, is_made=not since))
 
     def _end_epoch(self) -> None:
-        """Record the peak of the longest batch at the end of the epoch."""
+        """End the epoch: record the peak of the longest batch if there was one, then reset the peaks."""
         self._is_epoch_over = True
         self._meter.synchronize()
         peak = self._meter.peaks().reserved
@@ -256,7 +263,7 @@ class LoopParts(Parts, Listener):
         self._reset()
 
     def _find_longest(self, batches: Any, data: Any) -> None:
-        """Use the longest samples in the following batches, if some samples are longer than others."""
+        """Record the peak so far. Use the longest samples in the following batches if lengths differ."""
         self._meter.synchronize()
         self._found = replace(self._found, peak_bytes=self._meter.peaks().reserved)
         try:
@@ -272,7 +279,7 @@ class LoopParts(Parts, Listener):
     # Its validation
 
     def _evaluation_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
-        """Return the next validation batch, and measure the batches before it."""
+        """Measure the validation so far, and return its next batch. Raise ``StopIteration`` after enough batches."""
         if self._evaluated is None:
             self._note_last_step()
             self._evaluated = data
@@ -283,7 +290,7 @@ class LoopParts(Parts, Listener):
             if self._others > _OTHER_DATA:
                 raise StopIteration
             return give(batches)
-        # accelerate asks for a batch before it gives the one before.
+        # accelerate asks for a batch before it gives the previous one to the loop.
         self._note(len(self._parts_given) - self._is_ahead)
         whole = self._parts_given.count(self._rows)
         if whole >= LARGE_PART or (whole > _FEWEST and time.perf_counter() - self._since > self._work.seconds):
@@ -306,7 +313,7 @@ class LoopParts(Parts, Listener):
         return batch if smaller is None else smaller
 
     def _note(self, used: int) -> None:
-        """Record the memory of the first validation batches, of which ``used`` were run."""
+        """Record the memory of the validation after its first ``used`` batches were run."""
         if used <= 0:
             return
         self._meter.synchronize()
@@ -331,7 +338,7 @@ class LoopParts(Parts, Listener):
         self._note(len(self._parts_given))
         large, total = self._large, self._total or LARGE_PART
         left = max(0, total - large.batches)
-        # What is kept grows as steadily to the end; other growth is of the first batches.
+        # Steady growth goes on to the end, as of outputs that are kept. Other growth ends with the first batches.
         kept, host = ((growth_of(held) or 0) * left for held in (self._held, self._held_of_host))
         seconds = large.seconds * (1 + left / large.batches)
         whole = Whole(large.device_bytes + kept, large.host_bytes + host, seconds, max(kept, host))

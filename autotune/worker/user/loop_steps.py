@@ -15,21 +15,23 @@ from autotune.worker.arrays import arrays_in
 from autotune.worker.trial.training_watch import Listener, StepListener
 from autotune.worker.user.code import UserCodeError
 
-# So many steps that cannot be counted, one after the other, mean that none will come that can.
+# Limits beyond which the code is refused: successive dropped steps, early steps before a whole one, and micro-steps
+# without a backward pass. Choices.
 _MOST_DROPPED = 40
 _MOST_EARLY = 3
 _MOST_WITHOUT_BACKWARD = 50
 
 
 class StepMarks(Listener):
-    """Keeps the last loss of a loop, and marks where the backward passes of a step end and its update does."""
+    """Keeps the last loss of a loop, and marks the end of a step's backward passes and the end of its update."""
 
     def __init__(self, name: str, listener: StepListener) -> None:
         self._name = name
         self._listener = listener
         self._marks: tuple[Any, Any] | None = None
+        """Marks of both ends in this step; ``None`` before its first optimizer begins."""
         self.loss: Any = None
-        """The last one that a backward pass began from."""
+        """The tensor from which the last backward pass began, detached; ``None`` before the first pass."""
 
     def backward_begins(self, tensors: Any) -> None:
         """Record the loss."""
@@ -42,13 +44,13 @@ class StepMarks(Listener):
             self.mark_both()
 
     def mark_both(self) -> None:
-        """Mark the end of a backward pass and of an update at the same point."""
+        """Mark this point as the end of the backward passes, and of the update until that is marked itself."""
         mark = self._listener.mark()
         self._marks = mark, mark
 
 
 class LoopSteps(StepMarks):
-    """Where the micro-steps and steps of a loop begin and end; also the listener of ``autotune.steps``."""
+    """Finds and reports where a loop's micro-steps and steps begin and end; also the listener of ``autotune.steps``."""
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class LoopSteps(StepMarks):
         super().__init__(name, listener)
         self._on_begin, self._on_loader = on_begin, on_loader
         self.takes = on_batch
-        """Told of each batch before it is trained with."""
+        """Called with each batch before the loop gets it."""
         self._accumulation = accumulation
         """Micro-steps of a step; ``None``: as many as come before the optimizer steps."""
         self._may_skip = may_skip
@@ -79,6 +81,7 @@ class LoopSteps(StepMarks):
         self.is_incomplete = False
         """Whether the step under way has a batch of fewer samples than others, as at the end of an epoch."""
         self._has_stepped = False
+        """Whether an optimizer that torch knows has stepped so far."""
         self._whole_steps = 0
         self._dropped = self._early = self._micro_steps_without_backward = 0
 
@@ -106,7 +109,10 @@ class LoopSteps(StepMarks):
 
     @contextlib.contextmanager
     def _opened(self, within: str, hint: str) -> Iterator[None]:
-        """Mark the use of steps. Raises ``UserCodeError`` for a nested use."""
+        """Report the start of the training, and allow no other use of the steps within the block.
+
+        Raises ``UserCodeError`` for a nested use, with ``within`` and ``hint`` as its texts.
+        """
         if self._is_open:
             raise UserCodeError(f"{self._name} {within}", hint)
         self._is_open = True
@@ -150,7 +156,7 @@ class LoopSteps(StepMarks):
             self._listener.begin()
 
     def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:
-        """Report that a batch arrived, with its waiting time and number of samples."""
+        """Report that a batch of ``samples`` arrived. The wait for a step's first batch is not counted."""
         if self._micro_steps == 0:
             self._listener.step_begins()
         else:
@@ -160,7 +166,10 @@ class LoopSteps(StepMarks):
             self._usual_samples = max(self._usual_samples, samples)
 
     def micro_step_ends(self) -> None:
-        """Report the end of a micro-step."""
+        """Report the end of a micro-step, and end the step where it is complete.
+
+        Raises ``UserCodeError`` where too many micro-steps had no backward pass.
+        """
         self._micro_steps += 1
         if self._backward_passes == 0:
             self._micro_steps_without_backward += 1
@@ -172,7 +181,7 @@ class LoopSteps(StepMarks):
         else:
             self._micro_steps_without_backward = 0
         self._backward_passes = 0
-        # Of an optimizer that torch knows nothing of, or whose step the gradient scaler left out.
+        # Micro-steps are counted where torch does not know the optimizer, or a gradient scaler may skip its step.
         waits = self._accumulation is None or (self._has_stepped and not self._may_skip)
         if self._marks is not None or (not waits and self._micro_steps >= (self._accumulation or 0)):
             self._end_step()
@@ -180,7 +189,7 @@ class LoopSteps(StepMarks):
             self._listener.micro_step_ends()
 
     def _end_step(self) -> None:
-        """End a step: report a whole one, and drop one that is incomplete, skipped or too early."""
+        """End a step: report a whole one, and drop one that is incomplete, skipped, or too short or long."""
         is_early = self._accumulation is not None and self._micro_steps != self._accumulation
         was_skipped = self._marks is None and (self._has_stepped or self._may_skip)
         if is_early or was_skipped or self.is_incomplete:

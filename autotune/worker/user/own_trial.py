@@ -43,16 +43,16 @@ _SPARE_STEPS = 40
 
 
 class OwnTrial(Trial):
-    """A trial of the user's own code, whose process ends inside it once enough is measured.
+    """A trial of the user's own code, whose process ends inside that code once enough is measured.
 
-    Whatever their code would do with an exception, it gets none: the result is sent and the process ends. A function
-    says where its steps are. Of a script whose framework has an adapter, the candidate's settings are put over those of
-    the framework, its batch over that of the training ``DataLoader``, which the inspection found. A script with
-    placeholders is started with other words, and nothing of it is changed.
+    The trial ends without an exception, which the code might catch: the result is sent and the process ends. A loop
+    function marks its own steps. For a script on a framework with an overlay, the candidate's settings replace those of
+    the framework, and its batch size that of the training ``DataLoader``, which the inspection found. A script with
+    placeholders gets the settings by its command line, variables or files, and nothing of it is changed.
     """
 
     _epoch_batches: int | None = None
-    """After which the data of the training ends; ``None`` where it goes on."""
+    """Batches after which the training's data ends, in a rehearsal; ``None`` where the data is repeated."""
 
     def __init__(
         self,
@@ -85,7 +85,6 @@ class OwnTrial(Trial):
 
     def run_and_end(self) -> NoReturn:
         """Run the user's code and end the process with the outcome."""
-        # Their code may compile.
         try:
             self._open_device()
             self._phases.enter(self._source.kind)
@@ -111,7 +110,7 @@ class OwnTrial(Trial):
         if is_over and self._steps is not None and self._timer is not None and self._timer.has_measured:
             self._end(self._judged_measurement(self._timer.measurement()))
         if isinstance(self._steps, LoopSteps) and self._steps.is_incomplete:
-            # It would end the training, too, in its first epoch.
+            # The error would end a real training, too, in its first epoch.
             outcome = self._outcome_of_error(error)
             if isinstance(outcome, Failed) and outcome.reason == "error":
                 told = "in the incomplete last batch of an epoch, which drop_last=True leaves out"
@@ -139,19 +138,21 @@ class OwnTrial(Trial):
         self._effort = dataclasses.replace(self._effort, warmup_steps=self._effort.warmup_steps + ready)
 
     def _make_checks(self) -> StepChecks:
+        """Return the checks that judge whether steps really train, and end the process where they do not."""
+
         def refuse(found: NotTrainedError) -> NoReturn:
             # Their code might catch an exception.
             self._end(self._failure(found))
 
         return StepChecks(
             self._source.name,
-            # An inspection has shown where the samples of a script with placeholders go in.
+            # Of a script with placeholders, samples are counted where its inspection saw them enter a model.
             None if self._is_told_by_words else self._candidate.per_device_train_batch_size,
             refuse,
         )
 
     def _refuse(self, error: UserCodeError) -> NoReturn:
-        """End the trial of code that trains in an unmeasured way."""
+        """End the process because the user's code cannot be measured."""
         self._end(self._outcome_of_error(error))
 
     def _outcome_of_error(self, error: BaseException) -> OutOfMemory | Failed:
@@ -197,7 +198,10 @@ class OwnTrial(Trial):
         load_function(self._source)(LoopConfig(**arguments))
 
     def _check_batch(self, loader: Any) -> None:
-        """Raise ``UserCodeError`` where the loader's batch ignores the config's, unlike in the inspection."""
+        """Raise ``UserCodeError`` where the loader's batch size is not proportional to the config's.
+
+        It is compared with the loader's batch size in the inspection, at the config's default.
+        """
         interface, asked = self._source.interface, self._candidate.per_device_train_batch_size
         seen, found = interface.loader_batch, batch_of(loader)
         if seen is None or found is None or "batch" not in interface.searched:
@@ -254,12 +258,12 @@ class OwnTrial(Trial):
             refuse=lambda message: self._refuse(UserCodeError(message)),
         )
         run_script(dataclasses.replace(source, argv=words), output_dir)
-        # The last step of an epoch may be a short one.
+        # One such step may be the short last step of an epoch.
         if steps.otherwise > 1:
             raise UserCodeError(steps.told_otherwise)
 
     def _check_numerics(self) -> None:
-        """End the trial where the script computes in another precision than requested."""
+        """End the trial where the script computes in another precision than requested, or checkpoints unasked."""
         if self._is_unmodified:
             return
         searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
@@ -278,7 +282,10 @@ class OwnTrial(Trial):
         self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
 
     def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Give the training loader the candidate's workers and batch size."""
+        """Have the training loader made with ``batch``, the candidate's workers, and samples from all of the epoch.
+
+        ``None`` leaves the script's own batch size.
+        """
         arm, key = self._candidate.arm, self._source.interface.loader_key
         workers = 0 if self._is_unmodified else arm.dataloader_num_workers
         LoaderOverlay(
@@ -323,7 +330,7 @@ class OwnTrial(Trial):
         takes, precision = self._source.interface.searched, self._candidate.arm.precision
         is_set = not self._is_unmodified and not self._is_told_by_words and "precision" in takes
         if is_set and precision in ("fp32", "tf32"):
-            # Whatever the code has set.
+            # This overrides what the code has set.
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         self._phases.enter("train")
         self._meter.reset_peaks()
@@ -376,7 +383,7 @@ def note_cache_files(list_file: str) -> None:
         if event == "os.rename":
             path = os.path.abspath(os.fsdecode(arguments[1]))
             name = os.path.basename(path)
-            # One that was there before is the user's.
+            # A file that was there before is the user's.
             if name.startswith("cache-") and name.endswith(".arrow") and not os.path.exists(path):
                 with open(list_file, "a", encoding="utf-8") as file:
                     file.write(f"{path}\n")

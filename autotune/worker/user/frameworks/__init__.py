@@ -1,6 +1,7 @@
-"""Have a module for each framework of scripts: how it is recognised, overlaid, inspected, traced and measured.
+"""Adapt frameworks that scripts train with, in one module for each library: their overlays, listed in ``OVERLAYS``.
 
-The modules import no library: where a script trains for real, what it does before its own imports has its effect.
+Importing these modules imports no library: in a real training, what a script sets before its own imports must take
+effect.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scripts whose own training loop uses accelerate's ``Accelerator``.
 
-Precision and accumulation are put over those of the ``Accelerator`` that the script makes. An inspection finds the
+Precision and accumulation replace those of the ``Accelerator`` that the script makes. An inspection finds the
 training ``DataLoader``: the one whose batch came last before the first backward pass.
 """
 
@@ -25,7 +25,7 @@ _SETTINGS = ("mixed_precision", "gradient_accumulation_steps", "gradient_accumul
 
 
 class AccelerateOverlay(Overlay):
-    """What is put over every ``Accelerator`` that is made in this process, and seen of it."""
+    """Changes every ``Accelerator`` that is made in this process, and records what the script does with it."""
 
     framework = "accelerate"
     # The options of transformers' and accelerate's examples.
@@ -35,13 +35,13 @@ class AccelerateOverlay(Overlay):
         "workers": ("--dataloader_num_workers", "--num_workers", "--workers"),
     }
     _accelerator: Any = None
-    """The one that was made last."""
+    """The ``Accelerator`` that was made last."""
     _made_at = ""
     """The file and line that made it."""
     _passed: frozenset[str] = frozenset()
     """Which of its settings the script passed itself, so that ``accelerate launch`` does not decide them."""
     _accumulates = False
-    """Whether the script's steps are divided by ``Accelerator.accumulate``."""
+    """Whether the script has called ``Accelerator.accumulate``."""
 
     def install(self) -> None:
         """Wrap ``Accelerator`` once it is imported, for the rest of this process."""
@@ -69,7 +69,7 @@ class AccelerateOverlay(Overlay):
         before(kind, "accumulate", lambda *_: setattr(self, "_accumulates", True))
 
         def keep(prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
-            # It is a loader, and goes over another one that it has made.
+            # A prepared loader may iterate over another loader that it has made.
             for made_of_it in (prepared, getattr(prepared, "base_dataloader", prepared)):
                 keep_key(made_of_it, data_loader)
 
@@ -80,11 +80,11 @@ class AccelerateOverlay(Overlay):
             _write_nothing(kind)
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``Accelerator`` with the candidate's settings."""
+        """Return the arguments of ``Accelerator`` with the candidate's settings; a given plugin is changed in place."""
         changes, wanted = self._changes, dict[str, Any]()
         if changes.precision is not None:
             wanted["mixed_precision"] = ACCELERATE[changes.precision]
-        # A script that counts its batches itself divides its losses itself, too.
+        # A script that counts its batches itself divides its losses itself, so the ``Accelerator`` must not.
         if changes.accumulation is not None and changes.interface.accumulates_by == "accelerator":
             plugin = given.get("gradient_accumulation_plugin")
             said = given.get("gradient_accumulation_steps", 1) if plugin is None else plugin.num_steps
@@ -109,7 +109,7 @@ class AccelerateOverlay(Overlay):
         return "fp32" if precision == "no" else precision
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int] | None:
-        """Return the accumulation of the ``Accelerator``, where the script uses ``Accelerator.accumulate``."""
+        """Return the accumulation of the ``Accelerator``; ``None`` without a call of ``Accelerator.accumulate``."""
         return ("accelerator", self._accelerator.gradient_accumulation_steps) if self._accumulates else None
 
     def interface(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class AccelerateOverlay(Overlay):
 
 
 def _write_nothing(kind: Any) -> None:
-    """Disable tracking, saving and pushing."""
+    """Disable tracking, saving and pushing to the hub in this process; ``kind`` is the class ``Accelerator``."""
     from huggingface_hub import HfApi
     from transformers import PreTrainedModel
     from transformers.utils import PushToHubMixin

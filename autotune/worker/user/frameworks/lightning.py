@@ -1,10 +1,10 @@
 """Scripts that train with Lightning's ``Trainer`` or ``Fabric`` (``lightning``, ``pytorch_lightning``).
 
-Precision and accumulation are put over the arguments of the ``Trainer``. A callback, the last one, tells where the
+Precision and accumulation replace those of the ``Trainer``'s arguments. A callback, the last one, tells where the
 training, its batches and its steps begin and end.
 
-Precision is put over that of the ``Fabric`` that the script makes. The script accumulates by itself: that can be
-searched where an option ``--gradient_accumulation_steps`` decides it.
+Precision replaces that of the ``Fabric`` that the script makes. The script accumulates by itself: the accumulation can
+be searched where an option such as ``--gradient_accumulation_steps`` decides it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _LEFT_OUT = (
     "BatchSizeFinder", "LearningRateFinder", "OnExceptionCheckpoint", "ThroughputMonitor",
     "GradientAccumulationScheduler",
 )  # fmt: skip
-# More than any trial trains for; schedules are made of it, so that it is no infinity.
+# More epochs than any trial trains for. Schedules are computed from this number, so that it must be finite.
 _MANY_EPOCHS = 1_000_000
 
 
 class LightningOverlay(Overlay):
-    """What is put over every Lightning ``Trainer`` that is made in this process, and seen of it."""
+    """Changes every Lightning ``Trainer`` that is made in this process, and records its training."""
 
     framework = "lightning"
-    # Those with a dot are LightningCLI's.
+    # Options with a dot are LightningCLI's.
     known_options: ClassVar = {
         "batch": ("--batch_size", "--train_batch_size", "--data.batch_size", "--model.batch_size"),
         "accumulation": ("--accumulate_grad_batches", "--trainer.accumulate_grad_batches"),
@@ -51,7 +51,7 @@ class LightningOverlay(Overlay):
         "workers": ("--num_workers", "--dataloader_num_workers", "--workers", "--data.num_workers"),
     }
     _trainer: Any = None
-    """The one that has begun to train."""
+    """The ``Trainer`` that has begun to train."""
 
     def install(self) -> None:
         """Wrap ``Trainer`` once it is imported, from either package."""
@@ -69,6 +69,7 @@ class LightningOverlay(Overlay):
             wanted["accumulate_grad_batches"] = changes.accumulation
 
         def made(make: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+            """Create a ``Trainer`` with the wanted settings; with an observer, one that writes nothing."""
             kwargs = changes.over(kwargs, wanted)
             if observer is not None:
                 given = kwargs.get("callbacks") or []
@@ -82,7 +83,8 @@ class LightningOverlay(Overlay):
             make(trainer, *args, **kwargs)
 
         def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            # Lightning calls it once setup and configure_model have made the parts of the model.
+            """Run ``Trainer.fit``; record the model and apply the settings to it once it is set up."""
+            # Lightning calls on_fit_start once setup and configure_model have made the parts of the model.
             inner = getattr(model, "_orig_mod", model)
             begins = inner.on_fit_start
 
@@ -106,7 +108,7 @@ class LightningOverlay(Overlay):
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
         from autotune.worker.user.loop_steps import batch_samples
 
-        # Where there are none, the process ends as the training starts.
+        # Without steps, in an inspection, the process ends as the training starts.
         overlay, steps = self, cast("LoopSteps", observer.steps)
 
         class Tells(base):  # type: ignore[misc]
@@ -116,7 +118,7 @@ class LightningOverlay(Overlay):
 
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 for config in trainer.lr_scheduler_configs:
-                    # Metrics of a validation that is not run are missing.
+                    # Not strict: a scheduler may ask for a metric of the validation, which is not run.
                     config.strict = False
                 overlay._trainer = trainer
                 observer.begins(overlay, trainer.train_dataloader)
@@ -143,11 +145,11 @@ class LightningOverlay(Overlay):
         return Tells()
 
     def precision(self, name: str) -> Precision | None:
-        """Return the precision of the ``Trainer``."""
+        """Return the precision of the ``Trainer``; ``None`` for one that no trial has."""
         return OF_LIGHTNING.get(str(self._trainer.precision))
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int]:
-        """Return the accumulation of the ``Trainer``; with manual optimization, 1 set by the script."""
+        """Return ``None`` and the accumulation of the ``Trainer``; with manual optimization, ``("script", 1)``."""
         is_automatic = self._trainer.lightning_module.automatic_optimization
         return (None, self._trainer.accumulate_grad_batches) if is_automatic else ("script", 1)
 
@@ -184,7 +186,7 @@ def kept(package: str, callbacks: list[Any]) -> list[Any]:
 
 
 class FabricOverlay(Overlay):
-    """What is put over every ``Fabric`` that is made in this process, and seen of it."""
+    """Changes every ``Fabric`` that is made in this process, and records its models and its precision."""
 
     framework = "fabric"
     known_options: ClassVar = {
@@ -192,7 +194,7 @@ class FabricOverlay(Overlay):
         "workers": ("--num_workers", "--dataloader_num_workers", "--workers"),
     }
     _precision = "32-true"
-    """Of the one that was made last."""
+    """Lightning's name for the precision of the ``Fabric`` that was made last."""
 
     def install(self) -> None:
         """Wrap ``Fabric`` once it is imported, from either package."""
@@ -200,7 +202,10 @@ class FabricOverlay(Overlay):
             on_import(f"{package}.fabric", self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:
-        """Wrap the class ``Fabric`` of a module, so that each instance gets the candidate's precision and batch."""
+        """Wrap the class ``Fabric`` of a module, so that each instance gets the candidate's precision.
+
+        With an observer it also gets one device and no loggers, and saves nothing.
+        """
         kind: Any = module.Fabric
         changes, observer = self._changes, self._observer
         wanted = {} if changes.precision is None else {"precision": LIGHTNING[changes.precision]}
@@ -224,5 +229,5 @@ class FabricOverlay(Overlay):
             before(kind, name, self._take_model)
 
     def precision(self, name: str) -> Precision | None:
-        """Return the precision of the latest ``Fabric``."""
+        """Return the precision of the latest ``Fabric``; ``None`` for one that no trial has."""
         return OF_LIGHTNING.get(self._precision)
