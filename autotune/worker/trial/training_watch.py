@@ -447,7 +447,7 @@ class TrainingWatch:
         return call
 
     def _wrap_autocast(self) -> None:
-        """Record every autocast to 16 bits that is entered while gradients are enabled."""
+        """Record every autocast that is entered while gradients are enabled, except to float32."""
 
         def entered(enter: Callable[..., Any], context: Any) -> Any:
             cast = _cast(context.device, context.fast_dtype) if context._enabled else None
