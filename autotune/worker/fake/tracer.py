@@ -375,7 +375,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.let_go(again.pop(number))
 
     def hold(self, label: str, size_bytes: int) -> int:
-        """Record an allocation, with or without a tensor; return its number for ``let_go``."""
+        """Record an allocation; return its number for ``let_go``."""
         self._number += 1
         self.trace.events.append((self._number, size_bytes))
         self.trace.labels[self._number] = label
