@@ -144,8 +144,8 @@ class StepTimer(StepListener):
     trained, outside the timed part. ``busy`` profiles steps after the timed ones, where ``effort`` asks for some.
     ``run`` is the training that the speed is promised for; ``shapes`` tells which shapes are new.
 
-    With several ranks, each has such a timer. The ranks exchange their times after every timed step, outside the timed
-    part, and all record the time of the slowest, so that all of them stop after the same step.
+    With several ranks, each has such a timer. After every warm-up and timed step, outside the timed part, the ranks
+    exchange their times, and all record that of the slowest, so that all of them stop after the same step.
     """
 
     def __init__(

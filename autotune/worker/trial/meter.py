@@ -239,8 +239,8 @@ _LOOKED_AT, _LEAST_GROWTH = 24, 2**16
 def growth_of(held: Sequence[int | None], fewest: int = Meter.fewest_growing_steps) -> int | None:
     """Return the growth of memory per step in bytes, such as from graphs that are kept.
 
-    ``None`` without growth, and where fewer than ``fewest`` steps after the first are known. Memory grows if it grew in
-    both halves of the last steps, by amounts within a factor of 2.
+    ``None`` without growth, and where fewer than ``fewest`` steps after the first are known. Memory grows if it grew by
+    ``_LEAST_GROWTH`` or more per step in both halves of the last steps, by amounts within a factor of 2.
     """
     # In the first step the optimizer gets its state.
     last = [each for each in held[1:] if each is not None][-_LOOKED_AT:]

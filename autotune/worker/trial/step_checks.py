@@ -61,7 +61,7 @@ class ScalerWatch:
     """
 
     def __init__(self, optimizer: Any = None) -> None:
-        """Take the optimizer as accelerate wrapped it. DeepSpeed's reports skipped updates without a scaler."""
+        """Take the optimizer as accelerate wrapped it. DeepSpeed's optimizer scales the loss without a scaler."""
         self._deepspeeds = optimizer if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper" else None
         scaler = getattr(optimizer, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None

@@ -124,7 +124,7 @@ class StepCounts:
     tokens: int | None = None
     """Tokens of ``calls``, without padding; ``None`` where no call's tokens are known."""
     calls_without_gradients: int = 0
-    """Calls of outermost modules without gradients, such as those of a teacher or a validation."""
+    """Calls of outermost modules with parameters that compute no gradients, as of a teacher or a validation."""
 
 
 class TrainingWatch:
