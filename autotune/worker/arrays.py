@@ -7,7 +7,7 @@ from typing import Any
 
 
 def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
-    """Yield every array in a nested value with its path: ``0``, ``1.input_ids``."""
+    """Yield the path and the array of every array in a nested value: ``0``, ``1.input_ids``."""
     if has_shape(value):
         yield place, value
     elif depth:
@@ -16,7 +16,7 @@ def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tup
 
 
 def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, int]]:
-    """Yield the lengths of rows in a nested value with their paths. Detectors get a list of samples."""
+    """Yield path and length of every list and tuple in a nested value. Detectors get a list of samples."""
     if has_shape(value) or not depth:
         return
     if is_row(value):
@@ -31,7 +31,7 @@ def arrays_in(value: Any) -> Iterator[Any]:
 
 
 def has_shape(value: Any) -> bool:
-    """Return whether a value is an array. A batch may have a key ``shape`` that it offers as an attribute."""
+    """Return whether a value is an array: its ``shape`` is a tuple. A batch may offer its keys as attributes."""
     try:
         return isinstance(getattr(value, "shape", None), tuple)
     except Exception:
@@ -45,14 +45,17 @@ def is_row(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a container with their keys or indices."""
+    """Return the parts of a container with their keys or indices; none for any other value."""
     if hasattr(value, "items"):
         return value.items()  # type: ignore[no-any-return]
     return enumerate(value) if is_row(value) else ()
 
 
 def cut(value: Any, rows: int, start: int, end: int) -> Any:
-    """Return the samples from ``start`` to ``end`` of a batch of ``rows``; ``None`` without an array of that length."""
+    """Return the samples from ``start`` to ``end`` of a batch of ``rows`` samples.
+
+    ``None`` where no array has so many rows, or the batch cannot be cut.
+    """
     found = False
 
     def part(each: Any) -> Any:
@@ -71,6 +74,6 @@ def cut(value: Any, rows: int, start: int, end: int) -> Any:
     try:
         smaller = part(value)
     except Exception:
-        # Whatever a class of theirs may raise.
+        # A class of the user's may raise anything.
         return None
     return smaller if found else None

@@ -18,9 +18,9 @@ def checkpointing_parts(model: Any) -> list[Any]:
 
 
 def enable_checkpointing(model: Any, **options: Any) -> None:
-    """Turn on gradient checkpointing in all parts of a model that support it."""
+    """Turn on gradient checkpointing, and turn off the cache, in all parts of a model that support checkpointing."""
     for part in checkpointing_parts(model):
-        # transformers 5.18 and later deprecate the second name.
+        # transformers 5.18 and later deprecate ``gradient_checkpointing_enable``.
         enable = getattr(part, "activation_checkpointing_enable", None) or part.gradient_checkpointing_enable
         enable({"use_reentrant": False}, **options)
         if hasattr(getattr(part, "config", None), "use_cache"):
@@ -28,7 +28,7 @@ def enable_checkpointing(model: Any, **options: Any) -> None:
 
 
 def is_checkpointing(model: Any) -> bool:
-    """Return whether a part of a model uses gradient checkpointing."""
+    """Return whether any part of a model uses gradient checkpointing."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     parts = checkpointing_parts(model)
     return any(next((getattr(part, name) for name in names if hasattr(part, name)), False) for part in parts)

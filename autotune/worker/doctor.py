@@ -1,4 +1,4 @@
-"""Tell what torch says of itself and of the GPUs, as one line of JSON: ``python -m autotune.worker.doctor``."""
+"""Print torch's version and what it knows of the GPUs as one line of JSON: ``python -m autotune.worker.doctor``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import warnings
 
 
 def main() -> None:
-    """Import torch, start CUDA, and print the result."""
-    # torch warns of the driver in words of its own.
+    """Import torch, start CUDA, print what was found or the error, and exit."""
+    # torch's own warnings about the driver are not shown.
     warnings.simplefilter("ignore")
     try:
         import torch

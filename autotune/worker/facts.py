@@ -40,7 +40,7 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
     """Return the class names of the model's layers, which FSDP wraps one by one; empty without layers.
 
     Layers are the elements of the outermost module lists. Where the model names modules that must not be split, these
-    are used; else those of the lists with the most parameters.
+    are used; else the classes with at least half as many parameters as the largest class.
     """
     lists = outermost([module for module in model.modules() if isinstance(module, torch.nn.ModuleList)])
     held: Counter[str] = Counter()
@@ -54,13 +54,14 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
 
 
 def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
-    """Return parameter count and features of the model, built on the ``meta`` device without memory."""
+    """Return parameter counts and features of the model, built on the ``meta`` device without memory."""
     model_type: Any = model_class(workload)
     attentions = attention_implementations(model_type)
     model = on_meta(workload, "sdpa" if "sdpa" in attentions else "eager")
     sharding_error = why_no_fsdp2()
     layers = tuple(layer_classes(model)) if sharding_error is None else ()
-    # What is quantized are matrices; experts have one each in a tensor, as position embeddings have.
+    # Only matrices are quantized. Those of experts are stacked in a tensor of three dimensions. Position embeddings may
+    # have three dimensions, too, the first of size 1.
     modules = (module for module in model.modules() if not isinstance(module, torch.nn.modules.conv._ConvNd))
     weights = (weight for module in modules for weight in module.parameters(recurse=False))
     experts = sum(weight.numel() for weight in weights if weight.dim() == 3 and weight.shape[0] > 1)

@@ -8,8 +8,8 @@ from typing import Any
 
 from autotune.core.outcome import Failed, FailureReason, OutOfMemory
 
-# Lower-case parts of messages, each of which has occurred. The exception's type alone is not enough: cuBLAS, cuDNN and
-# asynchronous kernels raise plain RuntimeErrors.
+# Lower-case parts of messages for out of memory, each of which has occurred. The exception's type alone is not enough:
+# cuBLAS, cuDNN and asynchronous kernels raise plain RuntimeErrors.
 _DEVICE_FRAGMENTS = (
     "cuda out of memory",
     "cuda error: out of memory",
@@ -85,7 +85,7 @@ def _is_onednn_error(text: str) -> bool:
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes, outermost first."""
+    """Return an error and the errors that it was raised from or while handling, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -95,9 +95,9 @@ def chain_of(error: BaseException) -> list[BaseException]:
 
 
 def package_of(error: BaseException) -> str | None:
-    """Return the installed package in which an import failed; ``None`` for torch and transformers.
+    """Return the innermost installed package in which an import failed; ``None`` for torch and transformers alone.
 
-    torch registers functions of other packages, and transformers imports them.
+    These two are passed over, since torch registers functions of other packages, and transformers imports packages.
     """
     module = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -112,8 +112,8 @@ def first_line(error: BaseException) -> str:
     """Return ``TypeName: the first line of its message``, cut at 300 characters with an ``…``.
 
     NCCL's errors say what went wrong in their last line, so the lines of such a message are joined. A first line that
-    ends with a colon, as dynamo's "backend='inductor' raised:", is joined with the next. For an error without a message
-    its line of code stands, such as that of an ``assert``.
+    ends with a colon, as dynamo's "backend='inductor' raised:", is joined with the next. An error without a message,
+    such as that of an ``assert``, is described by its line of code.
     """
     lines = str(error).strip().splitlines()
     if not lines:
@@ -127,13 +127,13 @@ def first_line(error: BaseException) -> str:
 def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[str, Any]) -> OutOfMemory | Failed:
     """Return the outcome of a trial that ended with an exception.
 
-    ``memory`` holds ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``cap_bytes`` (or ``None``). On a CPU the
-    device's memory is the host's, limited for the trial, so that running out of either is ``device``.
+    ``memory`` may hold ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``cap_bytes``. With ``on_cpu`` the
+    device's memory is the host's, limited for the trial, so that out of memory is always of the ``device``.
     """
     reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
     fraction = reserved / cap if reserved and cap else 0.0
     culprit = next((e for e in chain_of(error) if is_out_of_memory(e, fraction)), None)
-    # By its name: its package imports what trials train with, and the trial server imports that in its own way.
+    # Compared by name: importing its package would import transformers, which the trial server imports in its own way.
     if culprit is None and type(error).__name__ == "SettingUnavailableError":
         return Failed("unavailable", str(error), during=during)
     if culprit is None:

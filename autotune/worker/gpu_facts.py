@@ -42,10 +42,10 @@ def gpu_facts(work: GpuWork, _: str) -> GpuFacts:
         properties.name,
     )
     calibration = cudnn = None
-    # 91900 for 9.19.0. One that does not match this torch is a trial's to report.
+    # 91900 for 9.19.0. A library that does not match this torch raises an error, which the trials will report.
     with contextlib.suppress(Exception):
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
-    # Only to predict better: without it, specified rates are used.
+    # The calibration only improves predictions: without it, specified rates are used.
     with contextlib.suppress(Exception):
         calibration = calibrate(torch.device("cuda", 0))
         if work.ranks > 1:
@@ -73,10 +73,10 @@ def _cublas_version() -> str | None:
         return None
 
 
-# What the GPU and the host do in half a second: matrix products, memory traffic, launches, dispatch
+# Calibration of the GPU and the host in half a second: matrix products, memory traffic, launches, dispatch
 
 BUDGET_SECONDS = 0.5
-"""For all parts together; each stops at its share of it, but runs once at least."""
+"""Time for all parts together. Each part stops at its share of this time, but runs at least once."""
 _PARTS = 6
 # Large enough for a data centre GPU to reach its rate: 0.2 ms in 16 bits on an H200, 17 ms in float32 on a T4.
 _GPU_SIZE = 4096
@@ -90,7 +90,8 @@ _LAUNCHES = 200
 def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> Calibration:
     """Measure rates of square matrix products by kind, bandwidth, and seconds of a launch and of a dispatch.
 
-    Each is the best of several runs. Products that the device lacks, or that do not fit in memory, are left out.
+    Each is the best of several runs. Kinds of products that the device lacks, or that do not fit in memory, are left
+    out.
     """
     share = budget_seconds / _PARTS
     size = _GPU_SIZE if device.type == "cuda" else _CPU_SIZE
@@ -102,7 +103,7 @@ def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> C
         with contextlib.suppress(RuntimeError):
             products[kind] = _product_flops(kind, size, device, share)
     torch.set_float32_matmul_precision(before)
-    # Of an operation on one element. A partial function takes no longer to call than the method.
+    # A launch and a dispatch are timed with an operation on one element. A partial function is as fast as the method.
     add_one = functools.partial(torch.zeros(1, device=device).add_, 1)
     kernel_seconds, dispatch_seconds = _best_seconds(add_one, [device], share, _LAUNCHES)
     return Calibration(size, products, _bytes_per_second(device, share), kernel_seconds, dispatch_seconds)
@@ -113,12 +114,13 @@ def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -
     half = torch.float16 if device.type == "cuda" else torch.bfloat16
     one = torch.randn((size, size), device=device, dtype=half if kind == "half" else torch.float32)
     other, result = one.clone(), torch.empty_like(one)
-    # On the GPU a product in float32 may take most of the time there is.
+    # On the GPU a single product in float32 may take most of the part's time.
     together = _RUN_TOGETHER if kind != "fp32" else 1
     return 2 * size**3 / _best_seconds(lambda: torch.matmul(one, other, out=result), [device], seconds, together)[0]
 
 
 def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
+    """Return the bytes that an addition reads and writes per second; ``None`` where its tensors do not fit."""
     size_bytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     try:
         one = torch.ones(size_bytes // 4, device=device)
@@ -147,17 +149,20 @@ def _best_seconds(
             return run, issued
 
 
-# The exchange between GPUs, of what DDP reduces at once (its ``bucket_cap_mb``) and of ten times as much: what a call
-# takes beside its bytes follows from the two.
+# Sizes of the exchange between GPUs: what DDP reduces at once (its ``bucket_cap_mb``), and ten times as much. The fixed
+# time of a call follows from the two.
 _EXCHANGED_BYTES = (25 * 2**20, 250 * 2**20)
 _EXCHANGE_SECONDS = 0.2
-"""For each size."""
+"""Time to measure each size."""
 _MOST_SECONDS = 20.0
-"""An exchange that hangs is left to a trial, which has a time limit and tells of it."""
+"""Time limit of the exchanges together. One that hangs is left to a trial, which has a time limit and reports it."""
 
 
 def collectives(ranks: int) -> dict[str, Collective]:
-    """Return the measured cost of collectives between GPUs driven by this process, of all and of a group."""
+    """Return fixed seconds and rate of collectives between GPUs, all driven by this process, of all and of a group.
+
+    Keys are ``all_reduce``, ``all_gather`` and, where ranks form groups, ``group_gather``.
+    """
     nccl: Any = importlib.import_module("torch.cuda.nccl")
 
     def timed(gpus: int, size_bytes: int, *, gathers: bool) -> float:
@@ -174,7 +179,7 @@ def collectives(ranks: int) -> dict[str, Collective]:
         if gpus is not None:
             gathers = name != "all_reduce"
             first, second = (timed(gpus, size_bytes, gathers=gathers) for size_bytes in _EXCHANGED_BYTES)
-            # In a ring each byte is sent (n - 1) / n times to gather it, and as often before to sum it up.
+            # In a ring of n each sends (n - 1) / n of the bytes to gather them, and as many before to sum them up.
             sent, more = ((1 if gathers else 2) * (gpus - 1) / gpus * size for size in _EXCHANGED_BYTES)
             rate = (more - sent) / (second - first)
             found[name] = Collective(max(0.0, first - sent / rate), rate)
@@ -182,7 +187,7 @@ def collectives(ranks: int) -> dict[str, Collective]:
 
 
 def _with_time_limit(seconds: float, measure: Callable[[], T]) -> T | None:
-    """Return the result of a measurement; ``None`` where it fails or exceeds its time, still running in its thread."""
+    """Return the result of a measurement; ``None`` where it fails, or exceeds its time and goes on in its thread."""
     told: list[T] = []
 
     def run() -> None:

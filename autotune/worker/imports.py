@@ -1,4 +1,4 @@
-"""Import once, in the server, what its trials need, without starting CUDA."""
+"""Import in the server, once for all its trials, what they need, without starting CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.workload import Workload
 
 COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
-"""Set this to have the server import torch alone, and each trial the rest: seconds slower, with nothing shared."""
+"""If set, the server imports torch alone, and each trial imports the rest, which takes seconds."""
 
 # transformers imports these where they are installed, for features that no training step uses (assisted decoding, the
 # losses of object detection). Without scipy, datasets and peft a server takes 116 MiB less, and 0.2 to 0.6 of 4 seconds
@@ -25,7 +25,7 @@ COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
 _NO_STEP_NEEDS = ("sklearn", "scipy")
 
 
-# Functions of torch.cuda that are answered without starting CUDA.
+# Functions of torch.cuda that are answered without starting CUDA, in the order of their answers.
 _ASKED = ("get_device_capability", "get_device_properties", "current_device")
 
 
@@ -34,7 +34,7 @@ class CudaStartedError(Exception):
 
 
 class _Properties:
-    """A GPU's properties: the compute capability as it was given, everything else asked of torch."""
+    """A GPU's properties: the given compute capability, and everything else from torch, which starts CUDA."""
 
     def __init__(self, major: int, minor: int, find: Callable[[int], Any]) -> None:
         self.major = major
@@ -100,9 +100,10 @@ def renew_thread_pool_in_forks() -> None:
 
 
 def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False) -> int:
-    """Import what trials need; return torch's number of threads.
+    """Import what trials need; return torch's number of threads from before this sets it to 1.
 
-    Without a workload, import what any workload may need, or with ``is_plain`` a workload without dataset and adapters.
+    ``preload`` is the workload's document. Without it, import what any workload may need, or with ``is_plain`` what any
+    workload without dataset and adapters may need.
     """
     import torch
 
@@ -130,11 +131,11 @@ def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False)
             import autotune.worker.user.run  # noqa: F401
 
             for module, name in imports_of(source):
-                # What fails is left to their code.
+                # An import that fails is repeated by the user's code.
                 with contextlib.suppress(Exception):
                     imported = importlib.import_module(module)
                     if name is not None:
-                        # Libraries import their parts when they are asked for.
+                        # Some libraries import a part only when its attribute is read.
                         getattr(imported, name)
     return threads
 
@@ -149,13 +150,13 @@ def import_model(document: dict[str, Any]) -> None:
 
 
 def import_compiler() -> None:
-    """Import what ``torch.compile`` needs, after everything else, so that one of the trials that compile waits for it.
+    """Import what ``torch.compile`` needs, after everything else, so that only the first trial that compiles waits.
 
-    It took 3.3 s of each of them (torch 2.11.0, the host of an H200, 28 November 2026).
+    The import took 3.3 s of each trial (torch 2.11.0, the host of an H200, 28 November 2026).
     """
     if COLD_VARIABLE in os.environ:
         return
-    # Without the compiler of kernels that torch needs, a trial says so.
+    # Where the compiler of kernels that torch needs is missing, the trial reports it.
     with contextlib.suppress(ImportError), _cuda_not_started():
         import torch._inductor.compile_fx  # noqa: F401
     # As all that was imported before, it is left out of the trials' garbage collections.
@@ -174,13 +175,13 @@ def _hidden_from(workload: Workload | None, *, is_plain: bool = False) -> tuple[
 def _import_class(workload: Workload) -> None:
     from autotune.worker.trial.build import model_class
 
-    # Only to save time. If the workload is wrong, the inspect job says why.
+    # The import only saves time. If the workload is wrong, the inspection reports why.
     with contextlib.suppress(Exception):
         model_class(workload)
 
 
-# The libraries that the user's code imports. A trial of a script on Lightning spent 0.7 s on importing it (CPU time),
-# on TRL several seconds.
+# The libraries that the user's code imports. A trial of a script on Lightning spent 0.7 s on importing Lightning (CPU
+# time), one on TRL several seconds.
 
 
 # Libraries of models, data and training that compute nothing and start no threads when they are imported, as far as
@@ -195,7 +196,7 @@ _CHANGING = ("environ", "putenv", "load_dotenv")
 """Names in statements that may change the environment."""
 
 Import = tuple[str, str | None]
-"""A module, and what of it is imported; ``None`` for all of it."""
+"""A module, and the name that is imported from it; ``None`` for the module itself."""
 
 
 def imports_of(source: TrainingSource) -> list[Import]:
@@ -208,7 +209,7 @@ def imports_of(source: TrainingSource) -> list[Import]:
 class _Reading:
     """Reads files in the order in which Python runs them, up to where one of them may change the environment.
 
-    Libraries may read the environment when they are imported, so that those after it are imported by each run.
+    Libraries may read the environment when they are imported, so those after the change are imported by each run.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -241,7 +242,7 @@ class _Reading:
             if not self._changing.isdisjoint(names):
                 if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     return False
-                # Only when it is called.
+                # A function may change the environment only when it is called, by its name.
                 self._changing.add(statement.name)
         return True
 
@@ -256,6 +257,7 @@ class _Reading:
 
 
 def _imports_in(statement: ast.Import | ast.ImportFrom) -> list[Import]:
+    """Return the absolute imports of a statement; relative ones are left out."""
     if isinstance(statement, ast.Import):
         return [(alias.name, None) for alias in statement.names]
     if not statement.module or statement.level:
@@ -264,6 +266,6 @@ def _imports_in(statement: ast.Import | ast.ImportFrom) -> list[Import]:
 
 
 def _files_of(folder: Path, module: str) -> list[Path]:
-    """Return the file of a module in a folder, if it exists."""
+    """Return the existing files of a module in a folder, that of a package first."""
     path = folder.joinpath(*module.split("."))
     return [file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()]

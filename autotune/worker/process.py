@@ -30,7 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl where it exists. Without it only a second safeguard is lost."""
+    """Call prctl where it exists. It is only a second safeguard, so errors are ignored."""
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):
@@ -50,11 +50,11 @@ def die_with(parent: int) -> None:
 
 
 Run = Callable[[Callable[[W], NoReturn]], NoReturn]
-"""Runs in a forked child; gets a function that sends the result and ends the child."""
+"""A function to run in a forked child. Its argument is a function that sends the result and ends the child."""
 
 
 def in_fork(kind: type[W], run: Run[W]) -> W:
-    """Run a function in a forked child and return its result; if there is none, end like the child."""
+    """Run a function in a forked child and return its result. Without a result, this process ends as the child did."""
     child = ForkedRun(kind, run)
     result = child.result_before(lambda: False)
     assert result is not None
@@ -63,9 +63,9 @@ def in_fork(kind: type[W], run: Run[W]) -> W:
 
 
 def in_forks(kind: type[W], runs: Sequence[Run[W]], *, at_once: int, limit_seconds: float) -> list[W | None]:
-    """Run functions in forked children, ``at_once`` at a time; return their results in order.
+    """Run functions in forked children, at most ``at_once`` at a time; return their results in order.
 
-    ``None`` where a child ended without a result, or was not finished at the common time limit.
+    A result is ``None`` where its child ended without one, or was not finished at the common time limit.
     """
     deadline = time.monotonic() + limit_seconds
     results: list[W | None] = [None] * len(runs)
@@ -90,9 +90,9 @@ def in_forks(kind: type[W], runs: Sequence[Run[W]], *, at_once: int, limit_secon
 
 
 class ForkedRun(Generic[W]):
-    """A forked child that runs beside this process, and sends one result of a type.
+    """A forked child that runs beside this process, and sends one result of type ``kind``.
 
-    A child that ``stays`` then waits for ``end``.
+    With ``stays``, the child then waits until ``end`` kills it.
     """
 
     def __init__(self, kind: type[W], run: Run[W], *, stays: bool = False) -> None:
@@ -109,12 +109,12 @@ class ForkedRun(Generic[W]):
         self.lines = LineReader(read_fd)
 
     def read(self) -> W | None:
-        """Return the result if it has arrived."""
+        """Return the result if it has arrived, else ``None``. Does not wait."""
         lines = self.lines.read()
         return decode(json.loads(lines[0]), self._kind) if lines else None
 
     def result(self, limit_seconds: float) -> W | None:
-        """Wait for the result; ``None`` where the child ended without one, or exceeded the limit."""
+        """Wait for the result, and end the child; ``None`` where it ended without a result, or exceeded the limit."""
         deadline = time.monotonic() + limit_seconds
         while (result := self.read()) is None and not self.lines.closed and (left := deadline - time.monotonic()) > 0:
             wait_until_ready([self.lines.fd], timeout_seconds=left)
@@ -122,9 +122,10 @@ class ForkedRun(Generic[W]):
         return result
 
     def result_before(self, is_over: Callable[[], bool]) -> W | None:
-        """Wait for the result, until ``is_over`` is true (``None``). If there is none, end like the child.
+        """Wait for the result; return ``None`` once ``is_over`` is true.
 
-        The end of the pipe does not matter, since processes that the child started may hold it open for longer.
+        Where the child ends without a result, this process ends as it did. The end of the pipe does not tell, since
+        processes that the child started may hold it open for longer.
         """
         while not is_over():
             wait_until_ready([] if self.lines.closed else [self.lines.fd], timeout_seconds=_LOOK_SECONDS)
@@ -132,7 +133,7 @@ class ForkedRun(Generic[W]):
             if (result := self.read()) is not None:
                 return result
             if pid == self._pid:
-                # As the child ended: the parent of this process sees its signal.
+                # End by the child's signal, so that the parent of this process sees it.
                 if (code := os.waitstatus_to_exitcode(status)) < 0:
                     with contextlib.suppress(OSError):
                         signal.signal(-code, signal.SIG_DFL)
@@ -150,12 +151,12 @@ class ForkedRun(Generic[W]):
 
 
 def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:
-    """Run the function in the child, and send its result."""
+    """Run the function in the child, send its result, and exit: with code 0 after a result, else 1."""
 
     def finish(result: W) -> NoReturn:
         # The parent may kill this process once it has the result.
         flush_output()
-        # Before the descriptor is opened: an error would close it, and with it the way to say so.
+        # Encoded before the descriptor is opened: an error after that would close the descriptor without a result.
         line = json.dumps(encode(result)).encode() + b"\n"
         with os.fdopen(result_fd, "wb") as stream:
             stream.write(line)
@@ -203,9 +204,12 @@ def leave(code: int) -> NoReturn:
 
 
 def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> None:
-    """Kill and reap every child but the ``spared``, repeatedly, since orphans become children."""
+    """Kill and reap every child but the ``spared``, repeatedly until none is left, since orphans become children.
+
+    Gives up after ``limit_seconds``.
+    """
     deadline, this = time.monotonic() + limit_seconds, psutil.Process()
-    # With adopted ones and zombies.
+    # The children include adopted ones and zombies.
     while (left := [child.pid for child in this.children() if child.pid not in spared]) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -231,7 +235,7 @@ _KEPT_LOG_BYTES = 1024**2
 def bound_log(path: str) -> None:
     """Cut a long log to its last part; lines written at the same moment may be lost.
 
-    Processes write to it in append mode, so later lines follow the rest.
+    Processes write to the log in append mode, so later lines follow the kept part.
     """
     with contextlib.suppress(OSError):
         size = os.path.getsize(path)

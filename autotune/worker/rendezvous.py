@@ -19,10 +19,10 @@ _HOST = "127.0.0.1"
 
 
 def open_store() -> Any:
-    """Open a ``TCPStore`` for the ranks of one trial, on a free port.
+    """Return a ``TCPStore`` for the ranks of one trial, on a free port of this host.
 
-    The process that starts the ranks holds it, as ``torchrun`` does, so no rank depends on a port that was free a
-    moment before. torch itself would listen on every network interface, and a store has no password.
+    The process that starts the ranks holds the store, as ``torchrun`` does, so no rank depends on a port that was free
+    a moment before. torch itself would listen on every network interface, and a store has no password.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -64,11 +64,11 @@ def rank_variables(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
-    """Set DeepSpeed's environment variables for this process, before it is imported.
+    """Set the environment variables and the threads of this process for DeepSpeed, before DeepSpeed is imported.
 
     DeepSpeed needs a process group even for one rank, as ``torchrun --nproc_per_node 1`` makes it. With port 0 the
-    store takes a free port. On a CPU, DeepSpeed would choose a GPU that it finds. An optimizer on the CPU gets its
-    share of the cores, since ranks have a single thread otherwise.
+    store takes a free port. For a training on the CPU, DeepSpeed would otherwise choose a GPU that it finds. With
+    ``offloads``, the optimizer on the CPU gets this rank's share of the cores; ranks have a single thread otherwise.
     """
     import torch
 
@@ -77,8 +77,8 @@ def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
     if device_kind == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
-        # By their numbers in NVML: DeepSpeed 0.19 cannot read UUIDs (``_get_nvml_gpu_id``). CUDA reads the variable
-        # once, so it is started first.
+        # Name GPUs by their numbers in NVML: DeepSpeed 0.19 cannot read UUIDs (``_get_nvml_gpu_id``). CUDA reads the
+        # variable once, so CUDA is started first.
         torch.cuda.init()  # type: ignore[no-untyped-call]
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         numbers = [gpu_number(uuid) for uuid in named]
@@ -100,7 +100,7 @@ class Ranks:
 
     @classmethod
     def join(cls, rank: int, count: int, timeout_seconds: float) -> Ranks:
-        """Join the ranks of a job, in one of their processes."""
+        """Connect this process, rank ``rank`` of ``count``, to the store of its job; return its ``Ranks``."""
         if count == 1:
             return cls()
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ class Ranks:
         return cls(rank, count, PrefixStore("autotune", store))
 
     def gather(self, value: T) -> list[T]:
-        """Return the JSON-ready value of every rank, in order of ranks. Every rank waits here for all others."""
+        """Return the value of every rank, in order of ranks, as JSON carries it. Every rank waits for all others."""
         if self._store is None:
             return [value]
         self._exchanges += 1

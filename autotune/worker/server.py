@@ -80,7 +80,7 @@ from autotune.worker.user.protection import Room, protect, take_kept
 _LINE_LIMIT_BYTES = 16 * 1024**2
 _FOLDER_PREFIX = "autotune-trial-"
 _OF_JOBS = {"progress", "result"}
-"""What the lines of a job's process are about."""
+"""Keys of the lines that a job's process may write."""
 
 
 class _Rank:
@@ -92,7 +92,7 @@ class _Rank:
         self.lines = LineReader(result_fd, _LINE_LIMIT_BYTES)
         self.log_path = log_path
         self.answer: dict[str, Any] | None = None
-        """Its line with a ``result``, once it wrote one."""
+        """The process's line with a ``result``, once it wrote one."""
         self.malformed: str | None = None
         self.status: int | None = None
         """Its wait status, once it has ended."""
@@ -111,16 +111,19 @@ class _Rank:
 
     @property
     def result(self) -> Any:
-        """The result of the process; ``None`` before it."""
+        """The result of the process; ``None`` before the process wrote one."""
         return None if self.answer is None else self.answer.get("result")
 
     @property
     def state(self) -> Any:
-        """The state of the outcome; ``completed`` for an inspection without a problem."""
+        """The state of the outcome; ``None`` without a result.
+
+        A result that has a ``problem`` field is ``completed`` where that is ``None``, else ``failed``.
+        """
         if not isinstance(self.result, dict):
             return None
         if self.result.get("failed_rank") is not None:
-            # Of a rehearsal: others may wait for it.
+            # In a rehearsal, the other ranks may wait for a failed one.
             return "failed"
         if "problem" in self.result:
             return "completed" if self.result["problem"] is None else "failed"
@@ -153,7 +156,7 @@ class _RunningJob:
         """The rank that failed first, where there are several."""
 
     def blame(self) -> bool:
-        """Record the first rank that failed, if not done yet; return whether there is one.
+        """Record the first of several ranks that failed, once; return whether this call recorded one.
 
         A rank that ran out of memory, or ended without an answer, causes the others' errors about closed connections.
         Otherwise the earliest answer is the cause.
@@ -190,7 +193,7 @@ class Server:
         self._control = control
         self._jobs: list[_RunningJob] = []
         self._layers: set[str] = set()
-        """Folders of what inspections have written, which nobody else removes where the controller was killed."""
+        """Folders with what inspections have written. The server removes them too, in case the controller is killed."""
         self._parent = os.getppid()
         self._told_to_leave = False
         # Every signal writes a byte to this pipe, which ends the waiting.
@@ -224,7 +227,7 @@ class Server:
                 scratch.remove()
 
     def _wait_and_act(self) -> None:
-        """Wait for messages, ends and deadlines, and handle them."""
+        """Wait for messages, ends of processes and deadlines, for a second at most, and handle them."""
         reading = [self._control.fd, self._wake_read]
         if not self._reports.is_full:
             reading += [rank.lines.fd for job in self._jobs for rank in job.ranks if not rank.lines.closed]
@@ -258,7 +261,7 @@ class Server:
                     self.report(Adopted(os.getpid()))
 
     def _start(self, job: Job) -> None:
-        """Start the processes of a job."""
+        """Start the processes of a job, and report the start, or why it was refused."""
         # Made and removed by the server, since a job may be killed at any point.
         try:
             scratch = make_scratch(_FOLDER_PREFIX)
@@ -290,7 +293,7 @@ class Server:
         self.report(Started(job.id, tuple(rank.pid for rank in ranks), scratch.path))
 
     def _fork(self, job: Job, number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:
-        """Fork a process of a job. Raises ``OSError`` where that is impossible."""
+        """Fork a process of a job, and return it. Raises ``OSError`` where that is impossible."""
         server = os.getpid()
         read_fd, write_fd = os.pipe()
         try:
@@ -306,7 +309,7 @@ class Server:
             self._become_child(job, number, scratch, server, write_fd, others)
         os.close(write_fd)
         if store is not None:
-            # Also here, so that no rank is outside the group for a moment.
+            # The child does the same. Also here, so that no rank is outside the group for a moment.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, others[0].pid if others else pid)
         return _Rank(number, pid, read_fd, rank_log(job.log_path, number))
@@ -314,9 +317,9 @@ class Server:
     def _become_child(
         self, job: Job, number: int, scratch: Scratch, server: int, result_fd: int, others: list[_Rank]
     ) -> NoReturn:
-        """Run one rank of a job in the forked child, with its own log, without clean-up at the end.
+        """Run one rank of a job in the forked child, with its own log, and exit without clean-up.
 
-        A job of one process has a session of its own; several ranks have the process group of the first.
+        A job of one process gets a session of its own; several ranks get the process group of the first.
         """
         code = 1
         try:
@@ -397,7 +400,7 @@ class Server:
         self.report(Ended(job.id, exit_code, number, job.timed_out, rank=culprit))
 
     def _report_stop(self, job: _RunningJob) -> None:
-        """Report the reason with which a process of the job has ended the job, as its result."""
+        """Report the reason in the job's stop file as its result, unless there is no such file or a result already."""
         try:
             with open(job.scratch.stop_file, encoding="utf-8") as file:
                 why = json.load(file)
@@ -454,7 +457,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     import torch
 
     def send(kind: str, value: Any) -> None:
-        # Which of several ranks was the first to say that it failed.
+        # By this time the server finds the rank that failed first.
         at = time.monotonic() if job.ranks > 1 else None
         line = ProgressLine(value, at) if kind == "progress" else ResultLine(encode(value), at)
         data = json.dumps(encode(line)).encode() + b"\n"
@@ -466,7 +469,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         # Trials and ranks see each other's files; other runs of an inspection begin with the user's.
         shares = isinstance(job.work, TrialWork | LookWork | RehearsalWork) or job.ranks > 1
         protect(job.protection, scratch, job.workload.source.cwd, ranks, shares=shares)
-        # The kernel forgets it where a process gets other rights.
+        # Set again: the kernel clears this setting where a process gets other rights.
         process.die_with(os.getppid())
     torch.set_num_threads(torch_threads)
     if job.ranks == 1 and (visible := os.environ.get("CUDA_VISIBLE_DEVICES")):
@@ -515,8 +518,8 @@ def main() -> None:
     os.set_inheritable(report_fd, False)
     process.adopt_orphans()
     control = LineReader(0)
-    # Not needed where trials import by themselves. The line may have been read before this process started itself
-    # again.
+    # The first line is not needed where trials import by themselves. It may have been read before this process started
+    # itself again.
     message: dict[str, Any] = {}
     while not message and COLD_VARIABLE not in os.environ:
         wait_until_ready([control.fd])

@@ -1,4 +1,4 @@
-"""Look at the calls of a library's functions, and who makes them; change a library once it is imported."""
+"""Wrap functions of libraries, find the user's line that calls them, and change a library once it is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def before(owner: Any, name: str, act: Callable[..., object]) -> None:
-    """Call ``act`` with the arguments of each call of a function, before the call."""
+    """Replace a function of ``owner``, so that ``act`` is called with the arguments before each of its calls."""
 
     def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         act(*args, **kwargs)
@@ -25,7 +25,7 @@ def before(owner: Any, name: str, act: Callable[..., object]) -> None:
 
 
 def after(owner: Any, name: str, act: Callable[..., object]) -> None:
-    """Call ``act`` with the result and arguments of each call of a function, after the call."""
+    """Replace a function of ``owner``, so that ``act`` is called with result and arguments after each of its calls."""
 
     def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -36,7 +36,7 @@ def after(owner: Any, name: str, act: Callable[..., object]) -> None:
 
 
 def around(owner: Any, name: str, act: Callable[..., Any]) -> None:
-    """Replace a function of a class or module by ``act``, which gets the original and the arguments."""
+    """Replace a function of a class or module by ``act``, which gets the original function and the arguments."""
     function = getattr(owner, name)
 
     @functools.wraps(function)
@@ -52,7 +52,7 @@ Change = Callable[[ModuleType], None]
 def on_import(name: str, change: Change) -> None:
     """Call ``change`` with a module: now if it is imported, else right after its import.
 
-    An error of ``change`` is raised at the import: nothing is trained with an unchanged module.
+    An error of ``change`` is raised by the import, so that nothing is trained with an unchanged module.
     """
     module = sys.modules.get(name)
     if module is not None:
@@ -62,7 +62,7 @@ def on_import(name: str, change: Change) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the one module as the other finders do, and has its loader call ``change`` at the end."""
+    """Finds one module by the finders behind it, and makes the module's loader call ``change`` after the import."""
 
     def __init__(self, name: str, change: Change) -> None:
         self._name = name
@@ -81,7 +81,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            # Not before: some only ask whether there is such a module.
+            # The finder stays until the import: some callers only ask whether there is such a module.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self._change(module)
@@ -93,7 +93,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 Lines = Iterable[tuple[FrameType, int]]
 """Frames with the number of the line that each is at, innermost first."""
 
-# Their lines, and those of Python itself, are nobody's that a message could name.
+# Packages whose lines no message names, as it names none of Python itself.
 _FRAMEWORKS = (
     "torch", "transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "trl", "peft",
     "sentence_transformers", "autotune",
@@ -114,7 +114,10 @@ def module_of(frame: FrameType) -> str:
 
 
 def users_line(lines: Lines) -> str | None:
-    """Return the innermost line of the user's own code, else of a package that is no framework: ``train.py:12``."""
+    """Return the innermost line of the user's own code, else of a package that is no framework: ``train.py:12``.
+
+    ``None`` where there is neither.
+    """
     place = None
     for frame, number in lines:
         path = frame.f_code.co_filename

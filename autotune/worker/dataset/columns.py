@@ -13,7 +13,7 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 
 _TEXT_NAMES = ("text", "sentence", "content", "document")
-# With fewer samples, each may well have a class of its own.
+# Up to so many samples, each may have a class of its own without an error.
 _FEW_SAMPLES = 20
 _LABEL_NAMES = ("label", "labels", "target")
 
@@ -41,7 +41,10 @@ def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, us
 
 
 def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tuple[str, ...]:
-    """Return the columns to tokenize together; without ``not_text``, unless the user named it."""
+    """Return the columns to tokenize together: those that the user named, else one with a usual name.
+
+    A single column of strings, other than ``not_text``, is taken under any name.
+    """
     asked = spec.text_columns
     if asked is not None:
         return tuple(find_column(dataset, spec, name, "--text-column", (), "text") for name in asked)
@@ -72,7 +75,7 @@ def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> No
 
 
 def check_in_vocabulary(largest: int, vocabulary: Any, spec: DataSpec, model: str, what: str) -> None:
-    """Raise ``InvalidRequestError`` where a token has no embedding in the model, which would end every trial."""
+    """Raise ``InvalidRequestError`` where the largest token has no embedding in the model, an error in every trial."""
     if isinstance(vocabulary, int) and largest >= vocabulary:
         raise InvalidRequestError(
             f"the {what} in {spec.tokenizer} produces token {largest}, but {model} has only {vocabulary} tokens",
@@ -81,7 +84,10 @@ def check_in_vocabulary(largest: int, vocabulary: Any, spec: DataSpec, model: st
 
 
 def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
-    """Return the labels and the number of classes: classes from 0, or numbers for regression and 1."""
+    """Return labels and their count of classes, at least 2; for regression, the numbers and 1.
+
+    Classes are numbered from 0. Raises ``InvalidRequestError`` for labels that are missing, mixed or not usable.
+    """
     name = find_column(dataset, spec, spec.label_column, "--label-column", _LABEL_NAMES, "label")
     feature = dataset.features[name]
     values = dataset[name][:]

@@ -28,28 +28,28 @@ from autotune.worker.private.transformers import length_grouped_order
 
 _MOST_TOKENS = 2**31
 GROUP = 3
-"""So many steps of an epoch, a fast, a slow and a medium one, come one after the other, then once more. A choice."""
+"""Number of steps in a group: a fast, a slow and a medium one. Then its steps with new shapes come again. A choice."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a trial's samples, and what the epoch is that they stand for."""
+    """The order of a trial's samples, and the run that they stand for."""
 
     order: tuple[int, ...]
     """Indices of samples, batch after batch."""
     worst_steps: int
     """Number of steps on the largest batches, which come first."""
     repeats: int
-    """Number of steps that come once more, so that their shapes are known to the GPU then."""
+    """Number of added steps: those with new shapes come again, so that their shapes are known to the GPU then."""
     worst_tokens: int | None
     """Padded length of the largest batches; ``None`` for images."""
     run: PlannedRun
 
 
 def spread_positions(count: int) -> Iterator[int]:
-    """Yield positions below ``count`` endlessly, evenly spread at any time.
+    """Yield positions below ``count`` endlessly; the first ones are spread evenly, however many are taken.
 
-    The middle comes first, then alternately one below and one above (van der Corput's sequence, mirrored).
+    The middle comes first, then alternately a position below and one above (van der Corput's sequence, mirrored).
     """
     yield count // 2
     for number in itertools.count(1):
@@ -70,21 +70,21 @@ class BatchShape:
     micro_steps: int
     """Micro-steps of the candidate's optimizer step."""
     micro_steps_run: int
-    """Micro-steps that are run of them."""
+    """Number of these micro-steps that are run."""
     worst_steps: int
     ordinary_steps: int
     """Steps between those on the largest batches and the measured ones."""
     measured_steps: int
     visits: int = 1
-    """How often steps with new padded lengths come."""
+    """How often a step with new padded lengths is run."""
     ranks: int = 1
     """Processes that train together; accelerate gives them the batches in turn."""
     joins: bool = False
     """Whether the samples of a micro-step come in one row, without padding."""
     groups: bool = False
-    """Whether samples of similar lengths come together, also where the dataset is not asked for so."""
+    """Whether samples of similar lengths come together, even where the ``DataSpec`` does not group them."""
     multiple: int = 1
-    """To multiples of so many tokens a row is filled up, or batches are padded beyond their own rule."""
+    """Rows or padded batches are extended to a multiple of so many tokens, after the dataset's own padding."""
 
 
 def make_schedule(
@@ -116,7 +116,7 @@ def make_schedule(
     if targets is not None:
         shapes = padded * _MOST_TOKENS + spec.padded(np.asarray(targets)[steps].max(axis=3), seq_len)
     micro_costs = padded * (1 if shape.joins else shape.batch)
-    # Ranks wait for each other once a step, so the one with the most to do decides.
+    # Ranks wait for each other once a step, so the rank with the highest cost decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
     by_cost = np.argsort(costs, kind="stable")
     order, repeats = list(worst), 0
@@ -151,10 +151,10 @@ def make_schedule(
 
 
 def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape) -> list[int]:
-    """Return the samples of the warm-up: the longest in every micro-step, and a mixture in the last step.
+    """Return the samples of the first steps: the longest in every micro-step, but a mixture in the last step.
 
     The mixture has one longest sample among the shortest: equally many padded tokens, but with an attention mask, which
-    may select another attention kernel.
+    may select another attention kernel. With fewer than three steps there is no mixture.
     """
     descending = np.argsort(-sizes, kind="stable")
     longest = descending
@@ -163,8 +163,8 @@ def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape)
         by_target = np.argsort(-np.asarray(targets), kind="stable")
         longest = np.column_stack((descending, by_target)).reshape(-1)
     if image_tokens is not None:
-        # One longest sample has the others padded to its length. Of images, which are not padded, as many as there can
-        # be.
+        # The others are padded to the length of one longest sample. Images are not padded, so the others are samples
+        # with the most image tokens.
         longest = np.concatenate((descending[:1], np.argsort(-np.asarray(image_tokens), kind="stable")))
     full = np.resize(longest, shape.batch)
     heads = longest[: 1 if targets is None else 2]
@@ -184,7 +184,7 @@ LENGTHS_FILE = "lengths.npy"
 TARGET_LENGTHS_FILE = "target_lengths.npy"
 IMAGE_TOKENS_FILE = "image_tokens.npy"
 ROWS_FILE = "rows.npy"
-"""The row of each sample, where they are packed; lengths are then those of the rows."""
+"""The row of each sample, where samples are packed; ``LENGTHS_FILE`` then has the lengths of the rows."""
 TOKENIZER_FOLDER = "tokenizer"
 PROCESSOR_FOLDER = "processor"
 IMAGE = "image"
@@ -223,7 +223,7 @@ class PreparedDataset:
     @property
     def arguments(self) -> dict[str, Any]:
         """Fields of ``TrainingArguments`` that the dataset requires."""
-        # The model takes no column of undecoded images, nor of text; its inputs are made as samples are loaded.
+        # No model has arguments named as columns of undecoded images or text: inputs are made as samples are loaded.
         return {} if self.is_text else {"remove_unused_columns": False}
 
     def _array(self, name: str) -> Any:
@@ -232,7 +232,7 @@ class PreparedDataset:
         return np.load(path) if path.exists() else None
 
     def schedule(self, shape: BatchShape, seed: int) -> Schedule:
-        """Return the order of the samples for a trial of this shape."""
+        """Return the schedule of the samples for a trial of this shape."""
         return make_schedule(
             len(self.dataset), self._lengths, self._targets, self._spec, self._workload.seq_len, shape, seed,
             self._image_tokens,

@@ -59,7 +59,7 @@ _SHOWN_SAMPLES = 20_000
 
 
 def read_data(workload: Workload, into: str) -> DataAnswer:
-    """Prepare the workload's dataset in a folder. Return its facts, or the problem."""
+    """Prepare the workload's dataset in the folder ``into``, unless it is there. Return its facts, or the problem."""
     folder = Path(into)
     known = facts_in(folder)
     if known is not None:
@@ -106,7 +106,7 @@ class _Reading:
     # Text
 
     def _read_text(self, dataset: Any) -> DataFacts:
-        """Tokenize and save a dataset of text."""
+        """Tokenize and save a dataset of text, packed in rows if asked for; return its facts."""
         name = self._spec.tokenizer
         tokenizer = load_tokenizer(name)
         if self._workload.task == "masked-lm" and tokenizer.mask_token is None:
@@ -151,7 +151,7 @@ class _Reading:
         )
 
     def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
-        """Return the tokenized dataset, and the length of each sample before truncation."""
+        """Return the tokenized dataset, and the length of each sample before truncation as an array (samples,)."""
         for name in (*texts, *((target,) if target else ())):
             if not is_string(dataset.features[name]):
                 raise InvalidRequestError(
@@ -195,10 +195,11 @@ class _Reading:
     def _tokenized_before(self, dataset: Any, target: str | None) -> tuple[Any, Any]:
         """Return a dataset of tokens truncated to the sequence length, and the lengths before truncation.
 
-        Where it holds padding, its mask is kept, and the lengths count real tokens; packed rows contain only these.
+        Where the dataset holds padding, its mask is kept, and the lengths count tokens without padding. Samples to be
+        packed lose their padding.
         """
         limit, names, packs = self._workload.seq_len, dataset.column_names, self._spec.packing
-        # Labels of each token, with -100 where none is to be predicted.
+        # The dataset's own labels of each token, -100 where a token is not predicted.
         own = "labels" if self._workload.task == "causal-lm" and _is_of_lists(dataset, "labels") else None
         kept = [_TOKENS, *(name for name in ("token_type_ids", target, own) if name and name in names)]
         check_holds_tokens(dataset, self._spec, _TOKENS, "name a column of text with --text-column")
@@ -264,7 +265,11 @@ class _Reading:
             )
 
     def _describe(self, lengths: Any, raw: Any, targets: Any, stored: Any = None) -> Lengths:
-        """Return statistics of lengths without padding; ``stored`` are lengths with the dataset's padding."""
+        """Return statistics of samples' lengths without padding, given as an array (samples,).
+
+        ``raw`` are lengths before truncation, ``targets`` those of targets, and ``stored`` those with the dataset's own
+        padding, or ``None`` where there are none.
+        """
         limit, spec = self._workload.seq_len, self._spec
         sizes = lengths if stored is None else stored
         # The share of the tokens of batches of 8 that is padding.
@@ -291,7 +296,7 @@ class _Reading:
     # Images
 
     def _read_images(self, dataset: Any) -> DataFacts:
-        """Save a dataset of images, undecoded."""
+        """Save a dataset of images, undecoded; return its facts."""
         check_has_pillow()
         name = find_column(dataset, self._spec, self._spec.image_column, "--image-column", _IMAGE_NAMES, "image")
         if not isinstance(dataset.features[name], Image):
@@ -315,7 +320,7 @@ def _token_counts(dataset: Any, column: str) -> Any:
 
 
 def _real_counts(dataset: Any) -> Any:
-    """Return the numbers of unmasked tokens as an array (samples,)."""
+    """Return the numbers of tokens whose attention mask is not 0, as an array (samples,)."""
     is_real = arrow.list_flatten(dataset.data.column(_MASK)).to_numpy() != 0
     samples = np.repeat(np.arange(len(dataset)), _token_counts(dataset, _MASK))
     return np.bincount(samples[is_real], minlength=len(dataset))
@@ -328,7 +333,7 @@ def _is_of_lists(dataset: Any, column: str) -> bool:
 # The dataset itself: from a file, a folder or the hub
 
 
-# Part of the message of datasets for files without rows.
+# Part of the message of the library datasets for files without rows.
 _NO_DATA = "corresponds to no data"
 # Most files that are compared to find one with other columns.
 _MOST_COMPARED = 200
@@ -351,7 +356,7 @@ def load(spec: DataSpec, folder: Path) -> Any:
         hint = f"check {'the dataset on the hub' if spec.kind == 'hub' else 'the files'}, and --split {spec.split}"
         if spec.kind == "hub":
             hint += "; no file or folder has this name"
-        # The message of datasets only says that something failed; the exception's cause says what.
+        # The message of the library datasets only says that something failed; the exception's cause says what.
         why = first_line(error.__cause__ or error)
         raise InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint) from error
     if isinstance(loaded, DatasetDict):
@@ -372,7 +377,7 @@ def _empty_dataset_error(spec: DataSpec) -> InvalidRequestError:
 
 
 def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
-    """Load the dataset by its kind: hub, image folder, saved folder or files."""
+    """Return the dataset of a kind other than ``saved``: from the hub, an image folder or files."""
     if spec.kind == "hub":
         name, _, config = spec.source.partition(":")
         # Read the revision that was looked up. Offline, only a revision that was downloaded earlier is there.
@@ -387,18 +392,18 @@ def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
         return load_dataset(spec.kind, data_files=links, split="train", cache_dir=str(cache), **options)
     except Exception as error:
         if len(files) > 1 and _NO_DATA not in str(error):
-            # The message of datasets about files that differ names neither the files nor their columns.
+            # The library's message about files that differ names neither the files nor their columns.
             _check_same_columns(spec, files, links, options)
         raise
 
 
 def _check_same_columns(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
-    """Raise ``InvalidRequestError`` where the first samples of two files have different columns."""
+    """Raise ``InvalidRequestError`` where the first samples of two files have different columns or types."""
     some = zip(files[:_MOST_COMPARED], links, strict=False)
     readable = [(file, kinds) for file, link in some if (kinds := _column_types(spec, link, options))]
     for file, kinds in readable[1:]:
         first, others = readable[0]
-        # An empty value may be of any kind.
+        # A missing value fits any type.
         is_like = kinds.keys() == others.keys() and all(
             kind == others[name] or _NOTHING in (kind, others[name]) for name, kind in kinds.items()
         )
@@ -423,6 +428,6 @@ def _column_types(spec: DataSpec, link: str, options: dict[str, str]) -> dict[st
 
 
 def _listed(kinds: dict[str, str]) -> str:
-    """Return columns and types in words: ``text (text), label (number) …``."""
+    """Return the first columns with their types in words: ``text (text), label (number) …``."""
     some = [f"{name} ({kind})" for name, kind in kinds.items()]
     return in_one_line(", ".join(some[:_MOST_COLUMNS]) + (" …" if len(some) > _MOST_COLUMNS else ""))

@@ -51,7 +51,7 @@ def read_images_with_text(dataset: Any, workload: Workload, folder: Path) -> Any
 
 
 class _Reading:
-    """Goes over the samples once."""
+    """Finds the columns of images and text, and counts the tokens of each sample in one pass."""
 
     def __init__(self, dataset: Any, workload: Workload, spec: DataSpec) -> None:
         self._workload = workload
@@ -65,7 +65,7 @@ class _Reading:
                 f"{workload.config['image_token_id']} as images",
                 "give the processor that belongs to the model with --tokenizer",
             )
-        # Where a token says that an image begins, the model finds images by it.
+        # A token that begins an image; a model that has one finds images by it.
         self._start: int | None = workload.config.get("vision_start_token_id")
         images = find_column(dataset, spec, spec.image_column, "--image-column", _IMAGE_NAMES, "image")
         self._text = self._text_column(dataset, images)
@@ -84,6 +84,7 @@ class _Reading:
     # The columns
 
     def _text_column(self, dataset: Any, images: str) -> str:
+        """Return the column of messages or text: the one that the user named, else ``messages``, else one of text."""
         names = self._spec.text_columns
         if names is None and _MESSAGES in dataset.column_names:
             return _MESSAGES
@@ -113,7 +114,7 @@ class _Reading:
     # The samples
 
     def count(self) -> None:
-        """Count the tokens of each sample's text and images. The size of an image decides its number."""
+        """Count the tokens of each sample's text and images, and note samples without one placeholder per image."""
         tokenizer = self.processor.tokenizer
         token = tokenizer.convert_tokens_to_ids(self._placeholder)
         for number, (text, images) in enumerate(self._samples()):
@@ -138,7 +139,7 @@ class _Reading:
         for row in self._dataset:
             images = images_in(row[self._images])
             if is_paths:
-                # Beside the file that names them, wherever the process runs.
+                # Relative paths begin at the folder of the dataset, wherever the process runs.
                 images = [{"bytes": None, "path": os.path.join(root, os.path.expanduser(path))} for path in images]
                 self._paths.append(images)
             text: str = row[self._text] or ""
@@ -157,7 +158,7 @@ class _Reading:
             yield text, images
 
     def _tokens_of(self, stored: dict[str, Any], number: int) -> int:
-        """Return the number of tokens of an image, from its size."""
+        """Return the number of tokens of an image, which follows from its size; ``number`` is its sample's index."""
         where = f"--dataset {self._spec.label}: an image of sample {number + 1:,}"
         try:
             with opened(stored) as image:
@@ -195,7 +196,7 @@ class _Reading:
                 "remove these samples, or name another column with --image-column",
             )
         if self._miscounted:
-            # What stands in a text for an image.
+            # The tokens that stand for an image in a text.
             around = [self._workload.config.get(f"vision_{end}_token_id") for end in ("start", "end")]
             names = self.processor.tokenizer.convert_ids_to_tokens
             start, end = ("" if id is None else str(names(id)) for id in around)
@@ -217,7 +218,7 @@ class _Reading:
         check_in_vocabulary(self._largest_token, vocabulary, spec, self._workload.model, "processor")
 
     def samples(self) -> Any:
-        """Return the texts and the undecoded images."""
+        """Return a dataset of the texts and the undecoded images."""
         if self._paths:
             return Dataset.from_dict({IMAGES: self._paths, TEXT: self._texts})
         images = self._dataset.select_columns([self._images])
@@ -236,9 +237,9 @@ def _item(kind: Any) -> Any:
 
 
 def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return messages with contents as lists of parts, without the empty fields of a table.
+    """Return messages with contents as lists of parts, without fields that are ``None``.
 
-    Without an image part, the sample's images go before the user's first message, as in TRL.
+    Where no message has an image part, the sample's images go to the start of the user's first message, as in TRL.
     """
     parts = [
         [{"type": "text", "text": message["content"]}]

@@ -16,7 +16,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.worker.failures import first_line
 
 _HUB_TIMEOUT_SECONDS = 10.0
-# Processors of images and text that take films as well cannot be made without: Qwen-VL's, and SmolVLM2's.
+# Packages that processors need which take films as well as images: Qwen-VL's, and SmolVLM2's.
 _FOR_FILMS = ("torchvision", "num2words")
 _NEXT_STEP = "give --tokenizer a folder that save_pretrained wrote, or a name on the hub"
 
@@ -45,13 +45,13 @@ def load_processor(name: str | None) -> Any:
         ) from error
     except Exception as error:
         raise InvalidRequestError(f"there is no processor in {name}: {first_line(error)}", _NEXT_STEP) from error
-    # Where a folder has only one of the two, that one is what comes.
+    # AutoProcessor returns a tokenizer or an image processor where a folder has only that.
     if not all(hasattr(processor, part) for part in ("image_processor", "tokenizer", "image_token")):
         raise InvalidRequestError(
             f"there is no processor of images and text in {name}, but a {type(processor).__name__}", _NEXT_STEP
         )
     _ensure_padding_token(processor.tokenizer, name)
-    # As in trainings; what generates pads on the left.
+    # As in training. Padding on the left is for generation.
     processor.tokenizer.padding_side = "right"
     return processor
 
@@ -72,9 +72,9 @@ def _ensure_padding_token(tokenizer: Any, name: str | None) -> None:
 
 
 def _is_at_hand(name: str | None) -> bool:
-    """Return whether a tokenizer's folder exists or the hub answers.
+    """Return whether a tokenizer's folder exists or the hub answers; ``True`` without a name.
 
-    The hub is asked once and briefly, since ``from_pretrained`` retries for a minute.
+    The hub is asked once, with a short time limit, since ``from_pretrained`` retries for a minute.
     """
     if name is None or os.path.isdir(name):
         return True
@@ -92,7 +92,7 @@ TEXT = "text"
 """The column of texts, with a placeholder for each image."""
 IMAGES = "images"
 """The column of undecoded images: a struct of ``bytes`` and ``path``, or a list of them."""
-# What torch.nn.CrossEntropyLoss leaves out by default.
+# The label that torch.nn.CrossEntropyLoss ignores by default.
 _IGNORED = -100
 
 
@@ -114,7 +114,7 @@ def opened(stored: dict[str, Any]) -> Any:
 
 
 def images_in(value: Any) -> list[Any]:
-    """Return the images in a column's value, which is an image or a list."""
+    """Return the images in a column's value, which is an image, a list of images or ``None``."""
     return [image for image in (value if isinstance(value, list) else [value]) if image]
 
 
@@ -124,7 +124,10 @@ def _pixels(stored: dict[str, Any]) -> Any:
 
 
 class ImageTextCollator:
-    """Decodes the images of a batch, and has the processor make them and the texts the inputs of the model."""
+    """Makes batches: decodes images, calls the processor on images and texts, and adds labels.
+
+    Padding and tokens of images have no label.
+    """
 
     def __init__(self, processor: Any, image_token: int, padding: dict[str, Any]) -> None:
         self._processor = processor
@@ -132,7 +135,7 @@ class ImageTextCollator:
         self._padding = padding
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        # Special tokens are in the text, or the chat template's, as in TRL's collator.
+        # Special tokens are in the text already, from the chat template if there is one, as in TRL's collator.
         batch = self._processor(
             text=[sample[TEXT] for sample in samples],
             images=[[_pixels(stored) for stored in images_in(sample[IMAGES])] for sample in samples],

@@ -2,7 +2,8 @@
 
 Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp with its default settings.
 
-The step is traced at a large prime batch. A traced size is a multiple of it exactly when the size grows with the batch.
+The step is traced at a large prime batch. A traced size is a multiple of that prime exactly when it grows with the
+batch.
 """
 
 from __future__ import annotations
@@ -49,11 +50,14 @@ class _Block:
 
 
 class CachingAllocator:
-    """Allocations by number, with allocated and reserved bytes and their peaks."""
+    """Simulates CUDA's caching allocator: counts allocated and reserved bytes and their peaks.
+
+    Allocations are named by numbers. With ``cap_bytes``, reserved bytes never exceed this cap.
+    """
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         self._cap = cap_bytes
-        # A block is used again in the stream that it was allocated in.
+        # Free blocks by stream and pool, sorted by size and address: a block is used again only in its own stream.
         self._free: defaultdict[tuple[int, bool], list[tuple[int, int, _Block]]] = defaultdict(list)
         self._alive: dict[int, _Block] = {}
         self._next_address = 0
@@ -76,7 +80,7 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
 
     def holds(self, number: int) -> bool:
-        """Return whether an allocation is alive; one of 0 bytes never is."""
+        """Return whether an allocation is alive. ``replay`` makes none of 0 bytes."""
         return number in self._alive
 
     def release(self, number: int) -> None:
@@ -92,7 +96,7 @@ class CachingAllocator:
         bisect.insort(self._free[block.stream, block.small], (block.size, block.address, block))
 
     def _new_segment(self, size: int, small: bool, stream: int) -> _Block:
-        """Allocate a new segment, emptying the cache if the cap requires it."""
+        """Return the block of a new segment. Empties the cache first, if the cap requires it."""
         if small:
             segment = _SMALL_SEGMENT
         else:
@@ -168,9 +172,9 @@ class Size:
     per_sample: int = 0
     constant: int = 0
     columns: int | None = None
-    """If set, this is the scratch memory of a sum over rows, with so many columns; the numbers above count rows."""
+    """If set, this is the scratch memory of a sum over rows with so many columns; the amounts above then count rows."""
     logits: int | None = None
-    """If set, this is made for one piece of the logits at a time, of which a sample has so many numbers."""
+    """If set, the allocation is made for one piece of the logits at a time, and this is a sample's number of logits."""
 
     def at(self, batch: int, chip: Chip) -> int:
         """Return the bytes at a batch."""
@@ -183,8 +187,8 @@ class Size:
 
 
 _Event = tuple[int, int | None]
-"""An allocation in a sequence of two steps, with its number in the traced step, which it is or repeats; for its
-release ``None`` instead. Plain tuples, as there are tens of thousands for each accumulation."""
+"""For an allocation in a sequence of two steps: its number, and that of the traced allocation that it is or repeats.
+For its release: its number and ``None``. Plain tuples, as there are tens of thousands for each accumulation."""
 
 
 class ScalableStep:
@@ -205,7 +209,7 @@ class ScalableStep:
         ended = {number for number, size in loads if size == DEATH}
         self._inputs = [number for number, size in loads if size != DEATH and number not in ended]
         self._with_origins: dict[int, list[_Event]] = {}
-        """The events of two steps, by accumulation."""
+        """The events of ``_two_steps`` by accumulation, made once each."""
 
     def of(self, accumulation: int) -> ScalableStep:
         """Return the traced step for this accumulation, to which labels and streams belong."""
@@ -263,7 +267,7 @@ class ScalableStep:
         ]
 
     def _step(self, accumulation: int) -> tuple[list[_Event], list[_Event]]:
-        """Return the inputs of all micro-steps, and the other events of a step, which end earlier than the inputs."""
+        """Return the allocations of the inputs of all micro-steps, and all events of a step but those of its inputs."""
         inputs: list[_Event] = [(number, number) for number in self._inputs]
         # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
         loads = [event for number in range(accumulation) for event in self._later(inputs, 2 * number)]
@@ -328,7 +332,7 @@ def _last_power_of_two(number: int) -> int:
 
 
 def packed(trace: Trace, batch: int, operations: Operations) -> str:
-    """Return a step's trace and operations as compressed text."""
+    """Return a step's trace and operations as compressed text. CUDA streams are left out."""
     kinds = sorted(set(trace.labels.values()))
     document = {
         "batch": batch,

@@ -70,7 +70,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
 }
 _KINDS = {name: kind for kind, names in _SOURCES.items() for name in names}
 _PASS = re.compile("_forward$|_backward(_data)?$")
-"""What the names of an operation's two passes end with."""
+"""Endings of the names of an operation's forward and backward pass."""
 _OF_NO_KERNEL = ("prim", "profiler")
 """Namespaces of operations that the GPU does not run."""
 
@@ -79,7 +79,10 @@ Row = tuple[str, str, Size, Size, tuple[Size, ...]]
 
 
 class OperationTally:
-    """Counts the operations of one micro-step and of the optimizer's update, traced at a telling batch."""
+    """Counts the operations of one micro-step and of the optimizer's update.
+
+    ``batch`` is the traced batch: sizes that it divides are taken to grow with the batch.
+    """
 
     def __init__(self, batch: int) -> None:
         self.counts_as: Literal["micro_step", "update"] | None = None
@@ -99,7 +102,7 @@ class OperationTally:
         elif not is_in_autograd():
             part = FORWARD
         else:
-            # A checkpoint's forward pass runs again in the backward pass, where gradients are otherwise not tracked.
+            # In the backward pass, gradients are tracked only where a checkpoint's forward pass runs again.
             part = RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
         self._dispatched[part] += 1
         if key in self._rows:
@@ -143,9 +146,10 @@ class OperationTally:
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
     def _traffic_bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
+        """Return the bytes, per sample and constant, of tensors that are each read or written ``times`` times."""
         sizes = []
         for tensor in tensors:
-            # An expanded one is read from the cache repeatedly.
+            # The bytes in memory of an expanded tensor count once: it is read repeatedly from the cache.
             held = tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
             sizes.append(self._split(min(tensor.nbytes, held) * times))
         return sum(per_sample for per_sample, _ in sizes), sum(constant for _, constant in sizes)
@@ -166,7 +170,7 @@ class OperationTally:
         return "matrix_product", _dtype_name(first), flops, size_bytes, shape
 
     def _attention(self, kind: str, name: str, args: Sequence[Any]) -> Row:
-        """Return the cost of an attention kernel."""
+        """Return the cost of an attention kernel: kind, dtype, FLOPs, bytes, shape and options."""
         backward = kind == "attention_backward"
         query, key, value = args[1:4] if backward else args[0:3]
         batch, heads, length, size = query.shape
@@ -187,7 +191,7 @@ class OperationTally:
         backward = name == "convolution_backward"
         source, weight = (args[1], args[2]) if backward else (args[0], args[1])
         result = args[0] if backward else out
-        # The gradients of input and weight, where they are wanted.
+        # The backward pass computes the gradients of input and weight, where they are wanted.
         times = sum(1 for wanted in args[-1][:2] if wanted) if backward else 1
         flops = self._split(times * 2 * result.numel() * (weight.numel() // weight.shape[0]))
         return "convolution", _dtype_name(source), flops, self._traffic_bytes((source, weight, result), times), ()
@@ -251,7 +255,7 @@ def _name_and_kind(func: Any) -> tuple[str, str]:
 
 _TAKING = frozenset(("embedding", "index", "index_select", "gather", "_unsafe_index"))
 
-# Where the dropout probability and the causal flag are among the arguments; what has its default may be missing.
+# Positions of the dropout probability and the causal flag among the arguments. One with its default may be missing.
 _DROPOUT_AND_CAUSAL = {
     "_scaled_dot_product_flash_attention": (3, 4),
     "_scaled_dot_product_flash_attention_backward": (10, 11),

@@ -58,9 +58,9 @@ def why_not_sharded(workload: Workload, layers: Sequence[str], ranks: int = 2) -
 def what_ddp_can_skip(workload: Workload) -> AfterStep:
     """Return the parameters without a gradient after a step, and the buffers that a step changes.
 
-    DDP waits for a gradient of every parameter, unless it searches unused ones in each step; and it broadcasts all
-    buffers from rank 0 before each step. This changes how the process computes attention masks, so call it in a process
-    that ends soon.
+    DDP waits for a gradient of every parameter, unless it searches for unused ones in each step; and it broadcasts all
+    buffers from rank 0 before each step. Returns an ``AfterStep()`` without these where the step cannot be traced. This
+    changes how the process computes attention masks, so call it in a process that ends soon.
     """
     try:
         decide_masks_without_values(padded=workload.padding > 0)
@@ -72,7 +72,7 @@ def what_ddp_can_skip(workload: Workload) -> AfterStep:
             model(**batch).loss.backward()
             after: dict[str, torch.Tensor] = dict(model.named_buffers())
     except Exception:
-        # Operations that need values. DDP then does both, as it does by default.
+        # Some operations need values. DDP then searches and broadcasts, as it does by default.
         traceback.print_exc(file=sys.stderr)
         return AfterStep()
     unused = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]
@@ -100,7 +100,7 @@ def compute_dtype(arm: Arm) -> torch.dtype:
 
 
 class ZeroRank:
-    """The buffers, the part of the optimizer and the gradients of rank 0 in a traced step."""
+    """Records what rank 0 under ZeRO allocates in a traced step: buffers, gradients and its part of the optimizer."""
 
     def __init__(self, model: Any, arm: Arm, tracer: StorageTracer) -> None:
         self._tracer = tracer
@@ -136,9 +136,9 @@ class ZeroRank:
         held.clear()
 
     def begin(self, kind: Any, options: dict[str, Any]) -> None:
-        """Record the partitioned weights and optimizer state; ``kind`` and ``options`` create the optimizer.
+        """Record the weights and this rank's part of the optimizer; ``kind`` and ``options`` create the optimizer.
 
-        Weights are recorded whole: DeepSpeed copies them into one flat tensor.
+        All weights, or with ZeRO-3 this rank's part, are one allocation: DeepSpeed copies them into one flat tensor.
         """
         self._hold_part("weights", self._kept_weights)
         if self._stage == 3:
@@ -163,7 +163,10 @@ class ZeroRank:
                 self._gathered.append(self._hold_part("weights", elements, _GATHERING))
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """Record DeepSpeed's gradient hook: a parameter's gradient is copied into a bucket and exchanged."""
+        """Record what DeepSpeed's gradient hook does: it copies a parameter's gradient into a bucket, and frees it.
+
+        Below ZeRO-3, the first call in a micro-step allocates the buckets. Gradients that accumulate whole stay.
+        """
         if not self._buffers and self._stage < 3:
             self._buffers = [
                 self._hold_part("communication", self._bucket_elements) for _ in range(self._buffers_count)
@@ -181,10 +184,11 @@ class ZeroRank:
         if self._accumulates_whole:
             return
         if self._stage < 3 and not self._offloads and not self._gradients:
-            # Those of the first half of the model, which the backward pass reaches when most activations are freed.
+            # Rank 0's are those of the first half of the model, which the backward pass reaches when most activations
+            # are freed.
             self._gradients.append(self._hold_part("gradients", self._part, _REDUCING))
         self._let_go_all(self._buffers)
-        # What several ranks share is copied into a tensor of its own before it is exchanged.
+        # Gradients that belong to several ranks are copied into a tensor of their own before they are exchanged.
         self._let_go_all([self._hold_part("communication", min(self._bucket_elements, self._trained), _REDUCING)])
 
     def update(self) -> None:

@@ -3,9 +3,9 @@
 Functions and kernels are replaced in the whole process. Dispatch modes would not do: they are not active inside the
 autograd engine, and the recomputation of a checkpoint would take another path.
 
-What stands in for bitsandbytes follows its version 0.50 (``nn/modules.py``, ``autograd/_functions.py``,
+The substitutes for bitsandbytes follow its version 0.50 (``nn/modules.py``, ``autograd/_functions.py``,
 ``backends/cuda/ops.py``, ``optim/optimizer.py``) and peft 0.21 (``tuners/lora/bnb.py``), on a GPU. A product of few
-tokens may run without the buffer; a training's have many.
+tokens may run without the buffer of a dequantized weight; those of a training have many.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _FLOAT32_OPERATIONS = (
 # AT_FORALL_FP32_SET_OPT_DTYPE: autocast sets the dtype argument instead of casting the input first.
 _FLOAT32_BY_ARGUMENT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList", "prod")
 
-# In the list of CPU autocast but not of CUDA, where logits stay in 16 bits up to the loss itself.
+# Operations that CPU autocast casts and CUDA autocast does not: there logits stay in 16 bits up to the loss itself.
 _CPU_ONLY_FLOAT32_OPERATIONS = ("cross_entropy_loss",)
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -99,7 +99,7 @@ def _set_dtype(operation: Any) -> Callable[..., Any]:
 
     def kernel(input: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         if args and (args[-1] is None or isinstance(args[-1], torch.dtype)):
-            # Given by position, as cross_entropy_loss does. It is the dtype of the logits, which is kept.
+            # cross_entropy_loss passes the dtype by position: the dtype of the logits, which is kept.
             *args, dtype = args  # type: ignore[assignment]
         if dtype is None and input.dtype in _HALF:
             dtype = torch.float32
@@ -236,9 +236,10 @@ def install_cuda_semantics(chip: Chip, *, padded: bool) -> None:
     replace_attention(_attention)
 
 
-# Weights that share a scale, and scales that share one in their turn.
+# Number of weights that share a scale, and of scales that share a scale of their own.
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
-# Smaller parameters have their moments in float32; smaller moments are not paged; moments that share a scale.
+# Numbers of elements: smaller parameters have their moments in float32; smaller ones are not paged; moments that share
+# a scale.
 _LEAST_8_BIT, _LEAST_PAGED, _BLOCK_OF_MOMENTS = 4096, 100_000, 256
 _PARTS_OF_PEFT = (".lora_", ".modules_to_save.")
 
@@ -256,14 +257,14 @@ def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
         made = _FourBits(module, workload) if workload.quantize == "4bit" else _EightBits(module, workload)
         base.set_submodule(name, made)
         if name.endswith(".base_layer"):
-            # Around such layers, peft's adapters take the input as autocast leaves it.
+            # peft's adapters around such layers do not cast their input under autocast.
             base.get_submodule(name.removesuffix(".base_layer"))._cast_input_dtype = lambda inputs, dtype: (
                 inputs if torch.is_autocast_enabled("cpu") else inputs.to(dtype)
             )
 
 
 class _FewBits(torch.nn.Module):
-    """What both widths have in common: their size, and a bias in full precision."""
+    """Base of the 4-bit and 8-bit layers: their size, and a bias in the workload's dtype."""
 
     def __init__(self, layer: Any, workload: Workload) -> None:
         super().__init__()
@@ -292,7 +293,7 @@ class _FourBits(_FewBits):
         size = (self.out_features, self.in_features)
         converted = inputs.to(self._dtype)
         product = _FourBitProduct.apply(converted, self.weight, self.bias, size, self.scales)  # type: ignore[no-untyped-call]
-        # peft copies it before it adds what the adapter says.
+        # peft copies the product before it adds the adapter's output.
         copied: torch.Tensor = product.to(inputs.dtype).clone()
         return copied
 
@@ -312,7 +313,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def _dequantized(size: tuple[int, int], scales: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the dequantized weight, with its scales in memory meanwhile."""
+    """Return a dequantized weight; its scales, in float32, are in memory while it is allocated."""
     in_full = torch.zeros(scales)
     weight = torch.zeros(size, dtype=dtype)
     del in_full
@@ -332,7 +333,7 @@ class _EightBits(_FewBits):
 
 
 class _EightBitProduct(torch.autograd.Function):
-    """A product of whole numbers, for which the input is quantized; the backward pass dequantizes the weight."""
+    """A product of 8-bit integers, for which the input is quantized; the backward pass dequantizes the weight."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Any, weight: Any, bias: Any) -> Any:
@@ -345,7 +346,7 @@ class _EightBitProduct(torch.autograd.Function):
         # Where the input is in bfloat16, the product is converted once more.
         product = torch.zeros(whole.shape, dtype=torch.float16)
         del whole, quantized, scales
-        # Kept for the backward pass, which does not read it.
+        # The input is kept for the backward pass, which does not read it.
         ctx.inputs, ctx.weight, ctx.dtype = flat, weight, inputs.dtype
         product = product.to(inputs.dtype)
         return (product if bias is None else product + bias).reshape(*inputs.shape[:-1], weight.shape[0])

@@ -41,7 +41,7 @@ _LT_WORKSPACE_BYTES = 1024**2
 
 
 class _KeptOnHost(torch.autograd.graph.saved_tensors_hooks):
-    """As torch's ``save_on_cpu``: what is kept takes memory of the device again when the backward pass asks for it."""
+    """Stands in for torch's ``save_on_cpu``: saved tensors take device memory only in the backward pass."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__(lambda saved: (saved.shape, saved.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
@@ -55,7 +55,7 @@ def _enable_checkpointing(model: Any, arm: Arm) -> None:
 
 
 def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:
-    """Return one batch with the shapes and dtypes of real batches."""
+    """Return a batch of ``size`` samples: zeros with the shapes and dtypes of real batches."""
     sample = synthetic_dataset(workload, model, 1, 0)[0]
     lengths = workload.data.facts.lengths if workload.data and workload.data.facts else None
     if lengths is not None and lengths.longest_target is not None:
@@ -96,7 +96,7 @@ def _labelling_gradients(model: Any, tracer: StorageTracer) -> Iterator[None]:
 def _no_garbage_collection() -> Iterator[None]:
     """Disable automatic garbage collection, so that two traces free memory in the same order.
 
-    Existing objects are not examined, which would take a tenth of the time of a trace.
+    Explicit collections skip objects that exist already, which would take a tenth of the time of a trace.
     """
     was_enabled = gc.isenabled()
     gc.freeze()
@@ -111,7 +111,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_pieces(tracer: StorageTracer) -> Iterator[None]:
-    """Make a fused loss compute all logits at once, and mark its allocations, which have another size in pieces."""
+    """Make a fused loss compute all logits at once, and mark its allocations: in pieces they are smaller."""
     cut, add = loss.pieces_of, loss.add_piece
 
     def noted(sums: Any, start: int, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
@@ -151,7 +151,7 @@ class Training(Protocol):
 
     model: Any
     max_grad_norm: float
-    """Gradients are clipped to this norm; 0 leaves that out."""
+    """Gradients are clipped to this norm; with 0 they are not clipped."""
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
         """Prepare the training after the model's parameters became fake tensors; return the optimizer."""
@@ -160,7 +160,7 @@ class Training(Protocol):
         """Return one batch of ``size`` samples on the device."""
 
     def loss(self, batch: Any) -> Any:
-        """Return the loss of a batch; everything else of the forward pass may be freed."""
+        """Return the loss of a batch, without keeping other outputs of the forward pass alive."""
 
 
 def trace_training(
@@ -168,7 +168,7 @@ def trace_training(
 ) -> tuple[Trace, Operations]:
     """Trace one optimizer step of two micro-steps; return its allocations and operations.
 
-    ``buckets_bytes`` is the size of DDP's gradient buckets, where several ranks train together.
+    ``buckets_bytes`` is the total size of DDP's gradient buckets, 0 without DDP.
     """
     operations = OperationTally(batch_size)
     with tracing(training.model, chip, operations, padded=padded) as tracer:
@@ -187,12 +187,15 @@ def trace_training(
         trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
         counted = operations.operations(trained)
         gc.collect()
-        # Returned before the optimizer and its state go out of scope.
+        # The events are copied before the optimizer and its state go out of scope, which would add their release.
         return tracer.so_far(), counted
 
 
 def _micro_steps(tracer: StorageTracer, load: Callable[[], Any], count: int = 2) -> Iterator[tuple[bool, Any]]:
-    """Load the batches of all micro-steps, then enter each; yield whether it is the last, and its batch."""
+    """Load the batches of ``count`` micro-steps, one or two; for each yield whether it is the last, and its batch.
+
+    The tracer enters each part of the step first, also those of a micro-step that is left out.
+    """
     batches = []
     for number, part in enumerate(("first inputs", "second inputs")):
         tracer.enter(part, "inputs")
@@ -211,7 +214,7 @@ def _update(model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer,
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     tracer.phase = "optimizer"
     if tracer.operations is not None:
-        # Clipping is not counted: on a GPU it takes all gradients at once, here one after the other.
+        # The operations of clipping are not counted: a GPU takes all gradients at once, here they come one by one.
         tracer.operations.counts_as = "update"
     optimizer.step()
     if tracer.operations is not None:
@@ -262,7 +265,7 @@ class _BuiltIn:
         return batch
 
     def loss(self, batch: dict[str, torch.Tensor]) -> Any:
-        """Return the loss as ``Trainer.compute_loss`` does, whose other outputs are freed on return."""
+        """Return the loss as ``Trainer.compute_loss`` does: the other outputs are freed on return."""
         forward = with_autocast(self.model.forward, self._arm.precision, caches=not self._arm.uncached_casts)
         outputs = forward(**batch)
         return outputs["loss"]
@@ -282,7 +285,10 @@ class FakeTraining:
         install_cuda_semantics(chip, padded=workload.padding > 0)
 
     def step(self) -> ScalableStep:
-        """Return the allocations of a step as a function of the batch, from a trace at one batch."""
+        """Return the allocations of a step as a function of the batch, traced at ``TRACED_BATCH``.
+
+        Under FSDP and ZeRO a step of one micro-step is traced as well.
+        """
         if not self._arm.is_sharded and self._arm.zero_stage is None:
             return ScalableStep(self.trace(TRACED_BATCH), TRACED_BATCH)
         trace = self._sharded_trace if self._arm.is_sharded else self._zero_trace
@@ -299,7 +305,7 @@ class FakeTraining:
     def trace(self, batch_size: int) -> Trace:
         """Return the allocations of one optimizer step of two micro-steps at a per-device batch."""
         model = self._model()
-        # DDP keeps them beside the gradients: ``gradient_as_bucket_view`` is off, and no field of TrainingArguments.
+        # DDP keeps buckets beside the gradients: ``gradient_as_bucket_view`` is off, and no field of TrainingArguments.
         buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad) if self._arm.strategy == "ddp" else 0
         trace, self.operations = trace_training(
             _BuiltIn(self._workload, self._arm, model),
@@ -316,7 +322,7 @@ class FakeTraining:
             tracer.follow_resizes()
             tracer.phase = "weights"
             model = shard_model(model, self._arm, self._mesh)
-            # Whole weights are freed when nothing refers to them. A trial never has them: it shards a model on meta.
+            # Whole weights are freed when nothing refers to them. A trial never has whole weights: it shards on meta.
             gc.collect()
             tracer.forget_freed()
             if self._arm.fused_loss:
@@ -375,7 +381,10 @@ _NICENESS = 19
 
 
 def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
-    """Return a prediction for each requested batch, and the largest batch that fits."""
+    """Return a prediction for each requested batch, and with ``work.multiple`` the largest batch that fits.
+
+    Lowers the priority of this process.
+    """
     # On one core at the lowest priority, since trials are timed at the same time.
     torch.set_num_threads(1)
     os.nice(_NICENESS)
@@ -395,7 +404,7 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
     wanted, largest = {*work.batches}, None
     if work.multiple:
         largest = limits.largest_batch(work.multiple)
-        # And the next one, which does not fit.
+        # Predict also the next batch, which does not fit.
         wanted |= {(batch, 1) for batch in (largest, largest + work.multiple) if batch}
     predicted = tuple(limits.prediction(batch, accumulation) for batch, accumulation in sorted(wanted))
     return PredictionAnswer(predicted, largest, operations)
@@ -411,7 +420,7 @@ class _Peaks:
 
 
 class Limits:
-    """Predicts which batches of a step fit under a cap and a line."""
+    """Predicts which batches of a step fit: within the cap, and below the line with a margin."""
 
     def __init__(self, step: ScalableStep, chip: Chip, bounds: Bounds, spare_bytes: int = 0) -> None:
         self._step = step
@@ -439,7 +448,11 @@ class Limits:
         return not peaks.runs_out and self._bounds.fits(peaks.reserved_bytes + self._spare_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
-        """Return the peaks without a cap if below it, else with the cap, which frees cached segments."""
+        """Return the peaks of a step.
+
+        Where reserved memory without a cap would exceed the cap, the reserved peak is that with the cap, under which
+        the allocator frees cached segments. If even this is not enough, the step runs out.
+        """
         free = replay(events, stream_of=step.stream_of)
         if free.peak_reserved_bytes <= self._bounds.cap_bytes:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
@@ -453,11 +466,11 @@ class Limits:
         """Return whether a step without accumulation fits at this batch."""
         step = self._step.of(1)
         events = step.at(batch, self._chip, accumulation=1)
-        # What exists at once, unrounded, is a lower bound of reserved memory.
+        # The peak of allocated bytes, unrounded, is a lower bound of reserved memory, and faster to compute.
         return _peak(events)[0] <= self._bounds.line_bytes and self._peaks_fit(self._peaks(events, step))
 
     def largest_batch(self, multiple: int) -> int:
-        """Return the largest multiple that fits, found by bisection; 0 where no batch fits."""
+        """Return the largest multiple of ``multiple`` that fits, found by bisection; 0 where none fits."""
         low, high = 0, multiple
         while high <= _LARGEST_BATCH and self._fits(high):
             low, high = high, high * 2
@@ -468,7 +481,7 @@ class Limits:
 
 
 def _peak(events: Events) -> tuple[int, int]:
-    """Return the peak of allocated bytes, and the number of events until it."""
+    """Return the peak of allocated bytes, and the number of events up to the peak."""
     alive = peak = peak_after = 0
     size_of: dict[int, int] = {}
     for index, (number, size) in enumerate(events, start=1):

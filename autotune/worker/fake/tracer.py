@@ -31,10 +31,10 @@ from autotune.worker.private.torch import (
 )
 
 _REFUSED_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
-"""Of operations whose result depends on values, or whose argument gets other sizes in place."""
+"""Tags of operations whose result depends on values, or whose argument gets other sizes in place."""
 
 _MOST_VALUES = 64
-"""Longer arguments, such as all parameters of an optimizer, are those of a call that is not repeated."""
+"""Most values of a call that gets a key. Longer arguments, such as all parameters of an optimizer, do not repeat."""
 
 Key = tuple[Any, ...]
 _Maker = Callable[[Sequence[Any]], Any]
@@ -111,7 +111,7 @@ def _describe(values: Any, found: list[Any]) -> bool:
             stride = value.stride()
             found += (value.shape, stride, value.dtype, value.storage_offset(), value.requires_grad)
             if 0 in stride:
-                # How much of an expanded tensor there is in memory.
+                # The bytes that an expanded tensor has in memory.
                 found.append(value.untyped_storage().nbytes())
         elif kind is list or kind is tuple:
             found += (kind, len(value))
@@ -120,13 +120,13 @@ def _describe(values: Any, found: list[Any]) -> bool:
         elif isinstance(value, torch.Tensor):
             return False
         else:
-            # 1, 1.0 and True are equal, and have other results.
+            # With the type, since 1, 1.0 and True are equal but give different results.
             found += (kind, value)
     return True
 
 
 def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
-    """Return a function that creates results like ``out`` from such arguments; ``None`` where unknown."""
+    """Return a function that creates a result like ``out`` from arguments like ``args``; ``None`` where impossible."""
     if isinstance(out, torch.Tensor):
         return _maker_of_part(args, out)
     if type(out) not in (list, tuple):
@@ -141,7 +141,7 @@ def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
 
 
 def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
-    """Return a function that creates a value like ``out``, one part of a result; ``None`` where unknown."""
+    """Return a function that creates a value like ``out``, one part of a result; ``None`` where impossible."""
     if not isinstance(out, torch.Tensor):
         # An absent gradient, or a length.
         return (lambda given: out) if out is None or type(out) is int else None
@@ -168,7 +168,7 @@ def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
     with without_dispatch():
         alike = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     if offset or alike.untyped_storage().nbytes() != storage.nbytes():
-        # The view of something that the operation made, such as one with padding.
+        # A view of a larger tensor that the operation made, such as one with padding.
         return None
 
     def fresh(_: Sequence[Any]) -> Any:
@@ -211,24 +211,24 @@ _WITH_WORKSPACES = frozenset(
 
 @dataclass
 class Trace:
-    """What a step allocates and frees, in bytes before rounding."""
+    """What a step allocates and frees, in bytes before rounding. Allocations are named by numbers."""
 
     events: Events = field(default_factory=list)
     labels: dict[int, str] = field(default_factory=dict)
-    """The kind of each: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``, ``communication``,
-    ``activations``."""
+    """The kind of each allocation: ``weights``, ``gradients``, ``optimizer``, ``inputs``, ``workspaces``,
+    ``communication``, ``activations``."""
     column_sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Allocations that are scratch memory of a reduction, with the rows and columns that it sums."""
     pieces: dict[int, int] = field(default_factory=dict)
-    """Allocations that a fused loss makes for each piece of its logits, with the numbers of all logits."""
+    """Allocations that a fused loss makes for each piece of its logits, with the number of all logits."""
     streams: dict[int, int] = field(default_factory=dict)
-    """The CUDA stream that an allocation is made in, by a number; those of the default stream are not there."""
+    """The number of the CUDA stream that each allocation is made in; without allocations of the default stream."""
     parts: dict[str, int] = field(default_factory=dict)
     """Index of the event at which each part of the step begins; events before the first are set-up."""
 
 
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each storage when an operation first returns it, and when nothing refers to it any more."""
+    """Records each storage as allocated when an operation first returns it, and as freed when nothing refers to it."""
 
     def __init__(self, workspace_bytes: tuple[int, int] = (0, 0), operations: OperationTally | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -242,7 +242,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.has_padding = False
         """Whether samples are padded, so that masks have false elements."""
         self.logits = 0
-        """Numbers of the logits that a fused loss is about to make in pieces; 0 where it is not."""
+        """Number of logits that a fused loss is about to compute in pieces; 0 outside of it."""
         self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._shortcuts = Shortcuts()
         self._number = 0
@@ -250,9 +250,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._references: dict[int, weakref.ref[Any]] = {}
         self._streams: dict[int, int] = {}
         self._gradients: dict[int, list[int]] = {}
-        """Allocations that became a parameter's gradient, by the event before which they did."""
+        """Allocations that became a parameter's gradient, by the index of the event that followed."""
         self.operations = operations
-        """Where operations are counted; ``None`` where they are not."""
+        """Counts the operations; ``None`` where they are not counted."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -260,11 +260,12 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return an operation's result; record what the operation would allocate on a GPU, and count it."""
         if func is _DEVICE:
-            # Most of all calls. There is only one device.
+            # The most frequent call. There is only one device.
             return _CPU
         if func is _SCALAR:
-            # Asked by code that drops whole layers at random: 1 is never below the drop rate.
+            # Read by code that drops whole layers at random: 1 is never below the drop rate.
             return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
         key = None
         if func is _NONZERO:
@@ -276,10 +277,10 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.operations is not None and self.operations.counts_as is not None:
             self.operations.add(func, args, out, key)
         if func is _ALL:
-            # Asked of masks that transformers fills with ones where the batch has none, and then drops.
+            # Called on masks that transformers fills with ones where the batch has none, and then drops.
             self._true[out] = not self.has_padding
         if func is _ADD and _accumulates_in_place(args):
-            # The result is in its first operand's storage, as after an addition in place.
+            # The result takes over the allocation of its first operand, as after an addition in place.
             held = self._known.pop(args[0].untyped_storage(), None)  # type: ignore[no-untyped-call]
             if held is None:
                 self.see(out)
@@ -300,7 +301,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The product of gradient and output (softmax_backward_cuda_out in SoftMax.cu).
             self._borrow(args[0].numel() * args[0].element_size())
         if func is _SAFE_SOFTMAX:
-            # Which scores are masked, and which rows entirely (aten/src/ATen/native/transformers/attention.cpp).
+            # Masks of masked scores and of wholly masked rows (aten/src/ATen/native/transformers/attention.cpp).
             masked = self.hold("workspaces", out.numel())
             self._borrow(out.numel() // out.shape[args[1]])
             self.let_go(masked)
@@ -323,12 +324,15 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase = phase
 
     def forget_freed(self) -> None:
-        """Remove allocations that have been freed from the trace."""
+        """Remove all events of allocations that are freed by now from the trace."""
         freed = {number for number, size in self.trace.events if size == DEATH}
         self.trace.events = [event for event in self.trace.events if event[0] not in freed]
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Record the creation of a parameter's gradient: in a repeated micro-step, the new gradient is freed here."""
+        """Record the creation of a parameter's gradient.
+
+        In a repeated micro-step the new gradient is freed at this point, once it is added to the existing one.
+        """
         assert parameter.grad is not None
         number = self._known.get(parameter.grad.untyped_storage())  # type: ignore[no-untyped-call]
         self._gradients.setdefault(len(self.trace.events), []).append(number)
@@ -336,10 +340,9 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def repeat_micro_step(self, part: str) -> bool:
         """Record the events since a part began once more, as in a later micro-step with existing gradients.
 
-        Gradients are then added to in place, and cuBLAS keeps its workspaces. Returns whether that is the only
-        difference. Where anything else outlives the part, or ends in it without having begun in it, nothing is
-        recorded. For twenty models of the catalog the sequence was that of a traced second micro-step, except for the
-        order of some simultaneous releases.
+        Gradients are then added to in place, and cuBLAS keeps its workspaces. Where anything else outlives the part, or
+        ends in it without having begun in it, nothing is recorded, and ``False`` is returned. For twenty models of the
+        catalog the sequence was that of a traced second micro-step, except for the order of some simultaneous releases.
         """
         begins = self.trace.parts[part]
         events = self.trace.events[begins:]
@@ -372,7 +375,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.let_go(again.pop(number))
 
     def hold(self, label: str, size_bytes: int) -> int:
-        """Record an allocation without a tensor; return its number for ``let_go``."""
+        """Record an allocation; return its number for ``let_go``."""
         self._number += 1
         self.trace.events.append((self._number, size_bytes))
         self.trace.labels[self._number] = label
@@ -456,15 +459,15 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.hold("workspaces", size_bytes)
 
     def _borrow(self, size_bytes: int) -> None:
-        """Record a temporary allocation that exists only at the end of an operation."""
+        """Record an allocation that an operation makes and frees beside its results."""
         self.let_go(self.hold("workspaces", size_bytes))
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Return whether autograd adds two gradients in place, as it never does for fake tensors.
+    """Return whether autograd would add these two gradients in place for real tensors; for fake ones it never does.
 
-    torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h: outside grad mode (in which checkpoints are
-    recomputed), if nothing else holds the first one's storage, as the base of a view does.
+    It does so outside grad mode (in which checkpoints are recomputed), if nothing else holds the first one's storage,
+    as the base of a view does (torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h).
     """
     if not is_in_autograd() or torch.is_grad_enabled():
         return False

@@ -1,4 +1,4 @@
-"""See which shapes of a training's batches are new to its process, and estimate what a step and a new shape take.
+"""Find which shapes of batches are new to a training's process, and estimate the time of a step and of a new shape.
 
 For a shape that it has not run yet, a GPU's libraries choose, compile and load kernels. With batches padded to their
 longest sample nearly all of the first steps have new shapes, and few of a long training's steps do.
@@ -22,10 +22,10 @@ from autotune.worker.dataset.prepared import GROUP
 
 
 class BatchShapes:
-    """What the batches of the step under way are, and which shapes came before.
+    """Counts the tokens and the new shapes of the current step's batches.
 
-    A shape is new in the first ``settles`` micro-batches that have it: a CUDA graph is captured after a few. A step in
-    which one is captured anew has a new shape as well. With 0 none is called new: to a CPU it makes no difference.
+    A shape is new in the first ``settles`` micro-batches that have it, since a CUDA graph is captured after a few of
+    them. With 0 no shape is new, as on a CPU, where a new shape takes no longer.
     """
 
     def __init__(self, *, settles: int) -> None:
@@ -33,7 +33,7 @@ class BatchShapes:
         self._seen: Counter[Hashable] = Counter()
         self._tokens: list[int] = []
         self.new = 0.0
-        """Shapes of this step that are new; a part of one where it takes several micro-batches."""
+        """Number of new shapes in this step: each micro-batch with a new shape adds 1 / ``settles``."""
 
     def take(self, batch: Any) -> None:
         """Record a batch before the step trains on it."""
@@ -46,7 +46,7 @@ class BatchShapes:
         self._tokens.append(rows[0][0] * rows[0][1] if rows else 0)
 
     def take_capture(self) -> None:
-        """Count a CUDA graph capture in this step as a new shape, even of a known shape."""
+        """Count a CUDA graph capture in this step as a micro-batch with a new shape, unless one is counted already."""
         self.new = max(self.new, 1 / max(1, self._settles))
 
     @property
@@ -69,16 +69,16 @@ class Timed(NamedTuple):
 
     seconds: float
     tokens: float
-    """Of its batches, padding included; 0 where they are not known."""
+    """Tokens of the step's batches, padding included; 0 where not known."""
     new_shapes: float
     data_seconds: float = 0.0
 
 
 class RunEstimate(NamedTuple):
-    """The mean step of a run, and what it is made of."""
+    """The mean step of a run, and its parts: steps of known shapes, and the extra time of new ones."""
 
     step: StepEstimate
-    """New shapes included."""
+    """The mean step, new shapes included."""
     steady_error: float
     """Standard error of the mean step whose shapes were all seen before, over ``step``; infinite where not known."""
     steady_seconds: float
@@ -90,7 +90,7 @@ class RunEstimate(NamedTuple):
 def without_new(steps: Sequence[Timed]) -> list[Timed]:
     """Return the steps without new shapes.
 
-    Among more steps than a group there must be two of them; otherwise all steps are returned.
+    All steps are returned where none is without, or only one of more than ``GROUP`` steps.
     """
     known = [step for step in steps if not step.new_shapes]
     return known if len(known) >= (1 if len(steps) <= GROUP else 2) else list(steps)
@@ -99,7 +99,7 @@ def without_new(steps: Sequence[Timed]) -> list[Timed]:
 def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     """Estimate the mean step of a run from timed steps; the half-width is infinite with fewer than two steps.
 
-    Steps differ because their batches do, which is known. A regression on tokens removes this part from the residuals,
+    Steps differ because the tokens of their batches do. A regression on tokens removes this part from the residuals,
     and corrects the mean where the timed steps are larger or smaller than the run's mean step. The extra time of steps
     with new shapes is the cost of a shape. The largest of these times counts once in a run: code is compiled anew when
     a second length comes.
@@ -118,7 +118,7 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     left = max(0.0, run.new_shapes - of_once)
     later = max(0.0, sum(extra for extra, _ in times) / sum(count for _, count in times))
     of_each = [extra / count for extra, count in times]
-    # Of a single one nothing is known but its size.
+    # The spread of a single extra time is unknown, so its size is taken as the error.
     error = quantile(len(of_each) - 1) * statistics.stdev(of_each) / math.sqrt(len(of_each)) if times[1:] else later
     in_run, steady = max(0.0, once) + later * left, line.mean.seconds
     seconds = steady + in_run / run.steps
@@ -128,7 +128,7 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
 
 
 def expected_seconds(steps: Sequence[Timed], tokens: Sequence[float]) -> float:
-    """Return what steps with so many tokens, of shapes seen before, would take together by what timed steps took."""
+    """Return the seconds that steps with so many tokens, of known shapes, would take together, from timed steps."""
     line = _Line(without_new(steps), PlannedRun(varies=True))
     return sum(map(line.at, tokens))
 

@@ -44,7 +44,7 @@ def build_config(workload: Workload) -> Any:
 
 
 def model_class(workload: Workload) -> Any:
-    """Return the class of the model. Importing it before the fork saves each trial the import.
+    """Return the class of the model, imported. Importing it before the fork saves each trial the import.
 
     Raises ``ValueError`` where transformers has no class for this task and model type.
     """
@@ -148,7 +148,7 @@ def build_model(workload: Workload, attn_implementation: str, device: torch.devi
     return model.train()
 
 
-# Of random weights, which have to be of some size: that of most language models' configs.
+# Standard deviation of random weights: that of most language models' configs.
 _DEVIATION = 0.02
 _LINEAR = (torch.nn.Linear, Conv1D)
 
@@ -166,7 +166,8 @@ def quantization_config(workload: Workload) -> Any:
 def with_lora(model: Any, workload: Workload) -> Any:
     """Return a model with frozen weights and LoRA adapters.
 
-    Raises ``InvalidRequestError`` for a rank that exceeds a layer, and for a target that matches no layer.
+    Raises ``InvalidRequestError`` for a rank that exceeds a layer's size, for a target that matches no layer, and for
+    one whose layers peft cannot adapt.
     """
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora import LoraLayer
@@ -193,7 +194,8 @@ def with_lora(model: Any, workload: Workload) -> Any:
             f"--lora-targets: peft adapts no such layer as one of {', '.join(targets)}", hint
         ) from error
     for name, layer in adapted.named_modules():
-        # Also wrapped are the weights of a router, which has a row for each expert: often fewer than the rank.
+        # Only linear layers: peft also wraps a router's weights, which have a row for each expert, often fewer than the
+        # rank.
         is_linear = isinstance(layer, LoraLayer) and isinstance(layer.get_base_layer(), _LINEAR)
         if is_linear and config.r > min(layer.in_features, layer.out_features):
             size = f"{layer.in_features} × {layer.out_features}"
@@ -206,9 +208,9 @@ def with_lora(model: Any, workload: Workload) -> Any:
 
 
 def quantize_at_random(model: Any, workload: Workload, device: torch.device) -> Any:
-    """Return a ``meta`` model with random weights on a device, those of its linear layers quantized.
+    """Give a ``meta`` model random weights on a device, those of its linear layers quantized; return the model.
 
-    This follows ``from_pretrained`` with saved weights: it chooses the layers, and quantizes each weight as it comes.
+    As in ``from_pretrained``, transformers' quantizer chooses the layers, and each weight is quantized once it is made.
     So building takes the memory of the model and of one more weight.
     """
     quantizer = AutoHfQuantizer.from_config(quantization_config(workload), pre_quantized=False)
@@ -229,7 +231,10 @@ def quantize_at_random(model: Any, workload: Workload, device: torch.device) -> 
 def _random_weight(
     model: Any, name: str, tensor: Any, quantizer: Any, workload: Workload, device: torch.device
 ) -> torch.Tensor:
-    """Return a tensor for a ``meta`` parameter or buffer; without values unless it is quantized."""
+    """Return a tensor for a ``meta`` parameter or buffer on a device.
+
+    Outside of quantized layers its values are not set. In these, weights are drawn and quantized, and biases are 0.
+    """
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
     if not quantizer.param_needs_quantization(model, f"{path}.weight"):
@@ -240,7 +245,7 @@ def _random_weight(
         bias = torch.zeros(tensor.shape, dtype=dtype, device=device)
         return _mark_initialized(torch.nn.Parameter(bias, requires_grad=False))
     drawn = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(std=_DEVIATION)
-    # Saved weights of such layers lie the other way round, and are turned while they are quantized.
+    # Saved weights of a Conv1D are transposed, and are transposed again while they are quantized.
     drawn = drawn.T if issubclass(module.source_cls, Conv1D) else drawn
     quantized = quantizer.get_quantize_ops().convert({name: drawn}, model=model, full_layer_name=name)
     return _mark_initialized(quantized[name])
@@ -252,12 +257,12 @@ def _mark_initialized(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-# Sharded between ranks before it has weights, so that no rank ever holds more than its part and one module. A model on
-# the meta device has shapes and no values. It is sharded as accelerate does it; then the weights of one module after
-# the other are made on the device, of which every rank keeps its part.
+# A model is sharded between ranks before it has weights, so that no rank ever holds more than its part and one module.
+# On the meta device it has shapes and no values. It is sharded as accelerate does it. Then the weights of one module
+# after the other are made on the device, and every rank keeps its part of them.
 
 
-# Of weights that no model draws, such as DoRA's magnitudes: any number that is not zero.
+# Value of weights that no model initializes, such as DoRA's magnitudes: any number that is not zero.
 _UNDRAWN = 0.02
 
 
@@ -266,7 +271,8 @@ def built_or_on_meta(
 ) -> tuple[Any, bool]:
     """Return the model of a training, and whether it is on ``meta``, to be sharded before it has weights.
 
-    Compiled models are wrapped before sharding, by the Trainer, and bitsandbytes quantizes whole weights.
+    Compiled and quantized models get their weights at once: the Trainer wraps compiled models before sharding, and
+    bitsandbytes quantizes whole weights.
     """
     if shards and not compiles and workload.quantize is None:
         return on_meta(workload, attn_implementation), True
@@ -286,7 +292,7 @@ def shard_from_meta(trainer: Any, workload: Workload) -> None:
 
 
 def on_meta(workload: Workload, attn_implementation: str) -> Any:
-    """Return the model without values, even where its weights are in files."""
+    """Return the model on the ``meta`` device, without values even where its weights are in files."""
     return build_model(dataclasses.replace(workload, weights=None), attn_implementation, torch.device("meta"))
 
 
@@ -298,7 +304,7 @@ def fill(model: Any, device: torch.device) -> None:
     an outer module, which is not done here. No training begins from these weights.
     """
     model.to_empty(device=device)
-    # peft's models hand it on to the model inside.
+    # peft's models call the method of the model inside.
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     with init.guard_torch_init_functions():
@@ -334,12 +340,12 @@ def _fill_module(module: Any, owner: Any) -> None:
         module._parameters[name] = part
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
-            # Not drawn again where it is tied, or by a module around this one.
+            # A tied tensor is not drawn again, nor is one by a module around this one.
             tensor._is_hf_initialized = True
 
 
 def _copy_local_part(part: DTensor, whole: torch.Tensor) -> None:
-    # Without communication: every rank has the whole.
+    # Without communication, since every rank has the whole tensor.
     mine = distribute_tensor(whole.detach(), part.device_mesh, part.placements, src_data_rank=None)
     part.to_local().copy_(mine.to_local())
 

@@ -36,7 +36,7 @@ def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
     chosen = core if core in usable else core_for(device_uuid, usable)
     if chosen is None:
         return None
-    # inductor derives the number from the cores that it sees when it is imported; it should see all of them.
+    # inductor derives this number from the cores that it sees when it is imported, which are not all once pinned.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(_MOST_COMPILE_THREADS, len(usable))))
     # Threads that wait for each other on one core are slow: stacking 16 images took 280 ms with two threads and 0.26 ms
     # with one. One is also what torch chooses under ``taskset -c``.
@@ -55,7 +55,7 @@ def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
     around(subprocess.Popen, "__init__", unpinned)
     # multiprocessing starts processes that it does not fork, and its fork server, through this function.
     around(multiprocessing.util, "spawnv_passfds", unpinned)
-    # Threads that these start inherit it.
+    # Threads that these threads start inherit the pinning.
     for thread in Path("/proc/self/task").glob("[0-9]*"):
         # A thread may have ended meanwhile.
         with contextlib.suppress(OSError):
@@ -76,7 +76,7 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 class CoreWait:
     """Adds up, over the measured steps, the time in which threads of this process were ready and had no core.
 
-    The second number of ``/proc/self/task/*/schedstat`` has it, in nanoseconds (Linux,
+    The time is the second number of ``/proc/self/task/*/schedstat``, in nanoseconds (Linux,
     Documentation/scheduler/sched-stats.rst).
     """
 
@@ -103,8 +103,8 @@ class CoreWait:
     def share(self) -> float | None:
         """Return the share of the measured time in which the longest waiting thread had no core.
 
-        It is at most the share of processes outside of this one's group. ``None`` where the kernel does not provide it,
-        and where a CPU limit of the container stopped this process.
+        It is limited to the CPU time of other process groups divided by the measured time. ``None`` where the kernel
+        does not provide it, and where a CPU limit of the container stopped this process.
         """
         after = _seconds_of_others()
         if after is None or self._others_before is None or not self._seconds or _throttled() != self._throttled_before:
@@ -120,13 +120,13 @@ def _waited() -> Counter[str]:
         try:
             waited[task.parent.name] = int(task.read_text().split()[1])
         except (OSError, IndexError):
-            # It has ended, or the kernel keeps no statistics.
+            # The thread has ended, or the kernel keeps no statistics.
             continue
     return waited
 
 
 def _seconds_of_others() -> float | None:
-    """Return the CPU seconds of all processes outside of this one's group; ``None`` where unknown."""
+    """Return the CPU seconds of all processes outside of this one's process group; ``None`` where unknown."""
     try:
         busy = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
     except (OSError, ValueError):
@@ -139,13 +139,16 @@ def _seconds_of_others() -> float | None:
         except OSError:
             continue
         if int(fields[2]) == os.getpgrp():
-            # With those of its children that have ended.
+            # User and system time, with those of its children that have ended.
             ticks -= sum(map(int, fields[11:15]))
     return ticks / _TICKS_A_SECOND
 
 
 def _throttled() -> str | None:
-    """Return the count of stops by this container's CPU limit."""
+    """Return the ``nr_throttled`` line of this container's CPU statistics, which changes when its CPU limit stops it.
+
+    ``None`` where there is none.
+    """
     try:
         lines = Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines()
     except OSError:

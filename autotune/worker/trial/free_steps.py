@@ -1,6 +1,7 @@
-"""Measure steps between whose ends nothing waits for the device, where the host of a run goes on meanwhile.
+"""Measure free steps: they end without waiting for the device, as in a run whose host goes on while the GPU computes.
 
-Timed steps wait at their ends, so that each can be told apart. A host that goes on is only seen over many steps.
+Timed steps wait at their ends, so that each can be told apart. The gain of a host that goes on shows only over many
+steps.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from autotune.core.candidate import Candidate
 from autotune.core.outcome import Measurement
 from autotune.worker.trial.batch_shapes import Timed, expected_seconds
 
-# They take about so long, and are at least and at most so many: the first begins with an idle GPU, which takes 4 ms of
-# 9 ms with distilbert (H200). Choices.
+# Seconds that free steps take together, about, and their least and largest number. The first step begins with an idle
+# GPU, which takes 4 ms of 9 ms with distilbert (H200). Choices.
 _SECONDS, _FEWEST, _MOST = 1.0, 4, 100
-# So often they are begun, for steps with new shapes and those that the end of the data cuts short. A choice.
+# Free steps are begun at most so often: again after a step with new shapes, or one that the end of the data cuts short.
+# A choice.
 _MOST_BEGUN = 4
 
 
@@ -36,7 +38,10 @@ class FreeSteps:
         self.is_under_way = False
 
     def begin(self, measured: Measurement) -> bool:
-        """Begin them, or begin again; return whether they are not begun too often. The device is idle."""
+        """Begin the free steps, or begin them again; return ``False`` after ``_MOST_BEGUN`` times.
+
+        The device has to be idle.
+        """
         self._times_begun += 1
         self.is_under_way = self._times_begun <= _MOST_BEGUN
         steps = math.ceil(_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
@@ -46,16 +51,16 @@ class FreeSteps:
         return self.is_under_way
 
     def ends(self, tokens: float) -> bool:
-        """Note the end of a step with so many tokens; return whether it is the last."""
+        """Record the end of a step with so many tokens; return whether it is the last."""
         self._tokens.append(tokens)
         self.is_under_way = len(self._tokens) < self._steps
         return not self.is_under_way
 
     def measured(self, measured: Measurement, timed: Sequence[Timed], saving_seconds: float) -> Measurement:
-        """Return a measurement of ``timed`` steps as they run freely. The device has finished the last free step.
+        """Return the measurement of ``timed`` steps, with its times scaled to those of the free steps.
 
-        A host that goes on loads data meanwhile, so that the saved time is first one of waiting for it. What new shapes
-        cost, and the energy of a sample, stay.
+        The device has to have finished the last free step. The saved time is first subtracted from the wait for data,
+        since a host that goes on loads data meanwhile. The cost of new shapes and the energy of a sample stay.
         """
         seconds = perf_counter() - self._began - saving_seconds
         ratio = seconds / expected_seconds(timed, self._tokens)

@@ -1,7 +1,7 @@
-"""Run a ``Trainer`` up to its first optimizer step on some samples, and keep what its gradients are.
+"""Run a ``Trainer`` up to its first optimizer step on some samples, and record its loss and gradients.
 
-What differs between two settings is then the training itself: both begin from the same weights, in float32, without
-dropout, and see micro-batches that are cut from one batch.
+What differs between two settings is then the training itself: both begin from the same weights, in float32 where these
+fit, without dropout, and see micro-batches that are cut from one batch.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from autotune.worker.trial.run import trainer_arguments
 from autotune.worker.trial.step_checks import on_each_micro_step
 from autotune.worker.trial.synthetic import synthetic_dataset
 
-# A gradient is projected in rows of so many numbers: the random directions are products of one along the rows and one
-# across them, so that few random numbers make many.
+# A gradient is projected as a matrix with so many columns. A random direction is the product of a vector along the rows
+# and one across them, so that few random numbers are drawn.
 _COLUMNS = 4096
-# Unit roundoffs: half the distance from 1 to the next number, with 24, 11, 11 and 8 significant bits.
+# Unit roundoff by precision: half the distance from 1 to the next number, with 24, 11, 11 and 8 significant bits.
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
 _MODEST_SCALE = 2.0**7
-# Times the micro-steps after which graphs are captured that are waited for them; then they are not captured. A choice.
+# After so many times the micro-steps in which CUDA graphs are captured and replayed, their replay is not waited for any
+# more. A choice.
 _MOST_WARMUPS = 3
 
 
@@ -54,7 +55,7 @@ def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Te
 
 @torch.no_grad()
 def gradient_of(tensor: torch.Tensor, scale: float = 1.0) -> Gradient:
-    """Return norm and random projections of a gradient, divided by the gradient scaler's ``scale``."""
+    """Return norm and random projections of a gradient that is first divided by the gradient scaler's ``scale``."""
     tensor = tensor.detach()
     flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1) / scale
     columns = min(_COLUMNS, max(1, flat.numel()))
@@ -66,7 +67,10 @@ def gradient_of(tensor: torch.Tensor, scale: float = 1.0) -> Gradient:
 
 
 def turn_off_dropout(model: Any) -> None:
-    """Turn off every dropout of a model: in modules, and in configs, which some models read in each forward pass."""
+    """Set dropout rates to 0 in a model's modules, and in configs, which some models read in each forward pass.
+
+    Rates are floats whose names contain ``drop``, and ``p`` of dropout modules.
+    """
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(module).__name__)):
@@ -112,15 +116,15 @@ def step_of(
 
 
 class _EndedError(BaseException):
-    """Ends a training whose first step was seen; no handler of the Trainer takes it."""
+    """Ends a training whose first step was recorded; a ``BaseException``, which no ``except Exception`` catches."""
 
 
 class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
-    """Hands what the first optimizer step was given to do to ``finish``, and does not let it happen."""
+    """Calls ``finish`` with the record of the first optimizer step, before the update; ``finish`` ends the training."""
 
     def __init__(self, trainer: Any, finish: Callable[[FirstStep], Any], samples: int, graphs: Any = None) -> None:
         self._trainer, self._finish, self._samples = trainer, finish, samples
-        # Captured after some micro-steps; the step that replays them is looked at.
+        # CUDA graphs are captured after some micro-steps; the step that replays them is recorded.
         self._graphs = graphs
         self._replayed_before = 0
         self._losses: list[torch.Tensor] = []
@@ -138,7 +142,7 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
         self._replayed_before = self._graphs.replays if self._graphs is not None else 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the gradients and end the training; with CUDA graphs, once these are replayed."""
+        """Call ``finish`` with the losses and gradients of this step; with CUDA graphs, once they are replayed."""
         steps = len(self._losses)
         waits = self._graphs is not None and self._micro_steps < _MOST_WARMUPS * (EAGER_MICRO_STEPS + steps)
         if waits and self._graphs.replays - self._replayed_before < steps:
@@ -158,7 +162,7 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
         self._finish(dataclasses.replace(step, divides=divides, has_same_samples=self.has_same_samples))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Prevent logging, evaluation and saving."""
+        """Prevent logging, evaluation, saving and an early stop."""
         control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
 
 
@@ -177,10 +181,11 @@ def prepare_look(
     noise: int = 0,
     most_bytes: int | None = None,
 ) -> None:
-    """Make a ``Trainer`` call ``finish`` in its first step, in place of the update, on ``samples`` samples.
+    """Set up a ``Trainer`` to call ``finish`` in its first step on ``samples`` samples, before the update.
 
-    ``settings`` are arguments of ``autotune.training.apply``; with ``None`` it is not called. Weights of 16 bits become
-    float32 where these and their gradients take no more than ``most_bytes``.
+    ``settings`` are arguments of ``autotune.training.apply``; with ``None`` it is not called. Weights become float32
+    where they and their gradients then take no more than ``most_bytes`` (``None``: any size), unless quantized.
+    ``noise`` is added to ``seed`` for what is random in the step itself.
     """
     model, args = trainer.model, trainer.args
     model = trainer.accelerator.unwrap_model(model)
@@ -214,7 +219,7 @@ def prepare_look(
 def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = None, **others: Any) -> FirstStep:
     """Train a ``Trainer`` up to its first optimizer step on ``samples`` samples; return the record of that step.
 
-    See ``prepare_look``. Raises ``ValueError`` where the training ends before.
+    ``others`` are further arguments of ``prepare_look``. Raises ``ValueError`` where the training ends before it.
     """
     steps: list[FirstStep] = []
 
@@ -231,10 +236,10 @@ def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = 
 
 
 def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
-    """Give a ``Trainer`` micro-batches cut from the first batch of ``samples`` of its own loader.
+    """Give a ``Trainer`` micro-batches cut from the first batch of ``samples`` samples of its own loader.
 
     So every split in micro-batches has the same samples, masks and padding. Returns ``False`` where the batch cannot be
-    cut, since its tensors do not have one row a sample: then the Trainer's own micro-batches stay.
+    cut, since its tensors do not have one row per sample: then the Trainer keeps its own micro-batches.
     """
     args, own = trainer.args, trainer.get_train_dataloader
     size = args.per_device_train_batch_size
@@ -256,7 +261,7 @@ def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     return True
 
 
-# A model that does not fit is looked at with this share of its layers. A choice.
+# The number of layers of a model that does not fit is divided by this. A choice.
 _FEWER = 4
 
 
@@ -273,13 +278,13 @@ def _with_layers(workload: Workload, layers: int | None) -> Workload:
 
 
 def _fewer_layers(workload: Workload) -> int | None:
-    """Return a smaller number of layers for a model that does not fit; ``None`` where it cannot have fewer."""
+    """Return a quarter of the layers, for a model that does not fit; ``None`` with too few layers or saved weights."""
     layers = getattr(build_config(workload), "num_hidden_layers", None)
     return layers // _FEWER if layers and layers >= _FEWER and not workload.weights else None
 
 
 def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
-    """Return the first step with each setting, for a model by name, built anew for each."""
+    """Return the first step of each candidate, or a problem. The model, given by name, is built anew for each."""
     meter = open_meter(work.devices.kind, work.devices.uuids[0])
     meter.limit(work.cap_bytes)
     workload = _with_layers(workload, work.layers)

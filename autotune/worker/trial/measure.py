@@ -1,6 +1,6 @@
 """Time the optimizer steps of a training, whatever runs them, and decide when they are enough.
 
-Steps whose shapes are new to the GPU are told apart: what they take longer is the time of a new shape.
+Steps whose shapes are new to the GPU are told apart: their extra time is the cost of a new shape.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from autotune.worker.trial.meter import BusyStep, Meter, PeakBytes, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, ScalerWatch, StepChecks
 from autotune.worker.trial.training_watch import StepCounts, StepListener
 
-# Of steps that call models without gradients now more often, now less, more than so many times the most. A choice.
+# Where the number of calls without gradients varies from step to step, more than so many times the most so far are an
+# evaluation. A choice.
 _FAR_MORE = 2
 # Once three steps are timed, stop when those with new shapes or evaluations took this many times ``max_seconds``, or
 # those with new shapes are as many times ``max_steps``. Choices.
@@ -37,7 +38,7 @@ _PATIENCE = 1.5
 _MOST_NEW = 2
 # NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
-# Names of tensors without a gradient that are kept. A choice.
+# Number of tensors without a gradient whose names are kept. A choice.
 _NAMED = 3
 
 
@@ -50,9 +51,9 @@ Each halves the scale of 65,536, so it is below 1 after 17 of them."""
 
 
 def most_steps(candidate: Candidate, effort: Effort, *, are_alike: bool = True) -> int:
-    """Return the most steps that a trial may run, without those that come a second time.
+    """Return the upper limit of the number of steps in a trial, without the repeats of a ``Schedule``.
 
-    Where steps are not ``are_alike``, since their batches differ, none is slow.
+    Where batches differ, steps are not ``are_alike``: no steps are added to wait until a slow one recurs.
     """
     measured = most_measured_steps(effort) if are_alike else effort.max_steps
     skipped = MOST_SKIPPED_STEPS if candidate.arm.precision == "fp16" else 0
@@ -60,12 +61,12 @@ def most_steps(candidate: Candidate, effort: Effort, *, are_alike: bool = True) 
 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
-    """Return the micro-steps to run in each step of the trial: all of them, or a few that stand for the rest."""
+    """Return the number of micro-steps to run in each step: all of the candidate's, or a few that stand for them."""
     return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
 
 
 def prefetched_steps(candidate: Candidate, effort: Effort) -> int:
-    """Return how many steps' batches the data loader workers may have prefetched.
+    """Return the number of steps whose batches the data loader workers may have prefetched.
 
     Steps on prefetched batches say nothing about how fast data is loaded.
     """
@@ -84,24 +85,28 @@ class _Step:
     run."""
     new_shapes: float = 0.0
     tokens: float = 0.0
-    """Of the candidate's whole step, with padding; 0 where they are not known."""
+    """Tokens of the candidate's whole step, with padding; 0 where not known."""
     saving_seconds: float = 0.0
     """Spent in ``torch.save``, and not part of ``seconds``."""
     real_tokens: int | None = None
-    """Those that were run, without padding; ``None`` where they were not seen."""
+    """Tokens that were run, without padding; ``None`` where they were not seen."""
 
 
 class Evaluations:
-    """Learns how often a step calls models without gradients, as it may call a teacher, and finds steps with more."""
+    """Finds steps with an evaluation: they call models without gradients more often than usual.
+
+    Other steps may make such calls, too, as of a teacher.
+    """
 
     def __init__(self) -> None:
         self._counts: list[int] = []
         self._found: list[tuple[int, float]] = []
 
     def is_one(self, calls: int) -> bool:
-        """Return whether a step with so many calls without gradients has an evaluation in it.
+        """Record a step's number of calls without gradients; return whether the step has an evaluation in it.
 
-        The usual count is that of most steps so far; where they have none in common, only far more calls are.
+        The usual count is that of at least half of the steps so far, and more calls are an evaluation. Where no count
+        is usual, only more than ``_FAR_MORE`` times the most calls so far are one.
         """
         counts = self._counts
         usual = min(statistics.multimode(counts), default=calls)
@@ -111,7 +116,7 @@ class Evaluations:
         return is_one
 
     def add(self, step: int, seconds: float) -> None:
-        """Record the time of a step with an evaluation, the how manyth it was."""
+        """Record the time of a step with an evaluation; ``step`` is its index."""
         self._found.append((step, seconds))
 
     @property
@@ -120,28 +125,27 @@ class Evaluations:
         return sum(seconds for _, seconds in self._found)
 
     def seconds(self, step_seconds: float) -> float | None:
-        """Return what an evaluation takes besides a step; ``None`` where none was seen."""
+        """Return the mean seconds of an evaluation, without its step's own; ``None`` where none was seen."""
         return max(0.0, self.total_seconds / len(self._found) - step_seconds) if self._found else None
 
     @property
     def every(self) -> int | None:
-        """After how many steps each evaluation comes; ``None`` where that was not seen."""
+        """Number of steps from one evaluation to the next; ``None`` where it varied, or fewer than two were seen."""
         at = [step for step, _ in self._found]
         between = {later - earlier for earlier, later in itertools.pairwise(at)}
         return between.pop() if len(between) == 1 else None
 
 
 class StepTimer(StepListener):
-    """Times the steps of a training, synchronizing with the device once an optimizer step.
+    """Times the steps of a training, synchronizing with the device once in each, except in ``FreeSteps``.
 
-    Whatever runs the training tells it of its steps (``StepListener``). ``on_enough`` is called with the measurement
-    inside the last step, ``on_step`` with the step's number after each. ``checks`` judges whether each of them trained,
-    outside the timed part. ``busy`` profiles steps after the timed ones, where ``effort`` asks for some. How long to
-    measure follows from ``effort`` alone. ``run`` is the training that the speed is promised for; ``shapes`` tells
-    which shapes are new.
+    Whatever runs the training reports its steps to the timer (``StepListener``). ``on_enough`` is called with the
+    measurement inside the last step, ``on_step`` with the step's number after each. ``checks`` judges whether each step
+    trained, outside the timed part. ``busy`` profiles steps after the timed ones, where ``effort`` asks for some.
+    ``run`` is the training that the speed is promised for; ``shapes`` tells which shapes are new.
 
-    Of several ranks each has such a timer. They meet after every step, outside the timed part, and go on with the
-    step of the slowest, so that all of them stop after the same step.
+    With several ranks, each has such a timer. After every warm-up and timed step, outside the timed part, the ranks
+    exchange their times, and all record that of the slowest, so that all of them stop after the same step.
     """
 
     def __init__(
@@ -176,7 +180,7 @@ class StepTimer(StepListener):
         self._timed: list[_Step] = []
         self._marks: list[Any] = []
         self._wait_seconds: float | None = None
-        """How long the step that ends waited for batches after its first; ``None`` where all were there at once."""
+        """Seconds that the step that ends waited for batches after its first; ``None`` where all came before it."""
         self._saving_seconds = 0.0
         self._previous_end = 0.0
         self._begin = 0.0
@@ -191,14 +195,14 @@ class StepTimer(StepListener):
         self.is_finished = False
         """Whether enough was measured, so that the training may stop."""
         self.pending: Measurement | None = None
-        """The measurement, once enough steps are timed. Profiling may add to it, and a failure of it must not lose
-        it."""
+        """The measurement, once enough steps are timed; ``None`` before. Profiling may add to the measurement, and is
+        allowed to fail without losing it."""
         self._joules: float | None = 0.0
         self._joules_before: float | None = None
         self._core_wait = CoreWait()
 
     def begin(self, optimizer: Any = None) -> None:
-        """Start the clock of the first step; an optimizer may have a gradient scaler, as the Trainer's has."""
+        """Start the clock of the first step; ``optimizer`` may hold a gradient scaler, as the Trainer's does."""
         self._scaler = ScalerWatch(optimizer)
         self._meter.synchronize()
         self._ranks.gather(None)
@@ -212,7 +216,7 @@ class StepTimer(StepListener):
         return self._meter.mark()
 
     def step_begins(self) -> None:
-        """Note when the batches are there: the time since the last step was spent waiting for data."""
+        """Record the arrival of the batches: the time since the last step was spent waiting for data."""
         self._begin = perf_counter()
         self._marks = [self._meter.mark()]
         is_measured = self.pending is not None and not (self._free and self._free.is_under_way)
@@ -221,7 +225,7 @@ class StepTimer(StepListener):
             self._busy.step_begins()
 
     def micro_step_ends(self) -> None:
-        """Note the end of a micro-step that is not the last."""
+        """Record the end of a micro-step that is not the last."""
         self._marks.append(self._meter.mark())
         if self._is_profiled and self._busy is not None:
             self._busy.micro_step_ends(len(self._marks) - 1)
@@ -263,7 +267,7 @@ class StepTimer(StepListener):
             self._core_wait.add()
             self._timed.append(step)
         elif evaluates:
-            # It counts for the peaks alone.
+            # Of this step only the memory peaks are used.
             self._evaluations.add(self._steps_seen, step.seconds)
         elif not is_warm:
             self._warmup.append(step)
@@ -280,7 +284,10 @@ class StepTimer(StepListener):
             self.start_clock()
 
     def _was_skipped(self, seen: StepCounts) -> bool:
-        """Return whether a gradient scaler left the update of the step that ends out."""
+        """Return whether a gradient scaler skipped the update of the step that ends.
+
+        Refuses the training after more than ``MOST_SKIPPED_STEPS`` of them.
+        """
         is_skipped = self._scaler.step_was_skipped() or seen.skipped_steps > 0
         if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS:
             self.checks.refuse(
@@ -303,7 +310,7 @@ class StepTimer(StepListener):
         self._on_step(self._steps_seen)
 
     def _begin_free(self, measured: Measurement) -> None:
-        """Begin the steps that nothing waits for, if the candidate has any; otherwise what was timed has to do."""
+        """Begin the free steps, if the candidate has any; otherwise the timed steps are the measurement."""
         if self._free is not None:
             self._meter.synchronize()
             self._saving_seconds = 0.0
@@ -312,12 +319,12 @@ class StepTimer(StepListener):
         self._finish_unless_profiled(measured)
 
     def _end_free(self, free: FreeSteps, measured: Measurement) -> None:
-        """Note a step that nothing waited for; after the last, scale the measured speed to that of all of them."""
+        """Record a free step; after the last, scale the measured times to those of the free steps."""
         new, tokens = self._end_batches()
         self._step_is_over()
         self.checks.step_is_dropped()
         if new:
-            # What it took besides is not known.
+            # The extra time of the new shapes is not known, so the free steps begin again.
             self._begin_free(measured)
         elif free.ends(tokens):
             self._meter.synchronize()
@@ -326,7 +333,7 @@ class StepTimer(StepListener):
             self._finish_unless_profiled(self.pending)
 
     def _finish_unless_profiled(self, measured: Measurement) -> None:
-        """Hand the measurement on, unless steps are profiled first."""
+        """End the measuring, unless steps are profiled first."""
         if self._busy is None or not self._effort.busy_steps:
             self._finish(measured)
 
@@ -335,7 +342,7 @@ class StepTimer(StepListener):
         assert self._busy is not None
         tokens = self._end_batches()[1]
         if self._is_profiled:
-            # Over that of the run's mean step.
+            # The step's tokens over those of the run's mean step.
             cost = tokens / self._run.step_tokens if tokens and self._run.step_tokens else 1.0
             self._busy.step_ends(measured.steady_step_seconds or measured.step_seconds, cost)
             self._busy_steps += 1
@@ -345,12 +352,12 @@ class StepTimer(StepListener):
             self._finish(measured)
 
     def end(self) -> None:
-        """Keep what was timed where the data ends before a step is profiled."""
+        """Hand on the measurement if the training ends after the timed steps, but before those planned after them."""
         if self.pending is not None and not self.is_finished:
             self._finish(self.pending)
 
     def _finish(self, measured: Measurement) -> None:
-        """Hand the measurement on: the training may stop."""
+        """Call ``on_enough`` with the measurement and the busy share: the training may stop."""
         self.is_finished = True
         if self._busy is not None:
             share = self._busy.share
@@ -359,12 +366,12 @@ class StepTimer(StepListener):
         self._on_enough(measured)
 
     def takes(self, batch: Any) -> None:
-        """Note a batch that is about to be trained with."""
+        """Record the shapes of a batch before the step trains on it."""
         if self._shapes is not None:
             self._shapes.take(batch)
 
     def _end_batches(self) -> tuple[float, float]:
-        """Return the new shapes of the step that ends, and the tokens that the candidate's whole step has."""
+        """Return the new shapes of the step that ends, and the tokens of the candidate's whole step; 0 if unknown."""
         if self._shapes is None:
             return 0.0, 0.0
         new, tokens = self._shapes.end_step()
@@ -378,17 +385,17 @@ class StepTimer(StepListener):
 
     @property
     def micro_steps_begun(self) -> int:
-        """Micro-steps of the step under way, with the one under way."""
+        """Number of micro-steps that have begun in the current step."""
         return len(self._marks)
 
     @property
     def has_measured(self) -> bool:
-        """Whether a step was measured, so that a training that ends is none too soon."""
+        """Whether at least one step was timed, so that the training may end with a measurement."""
         return bool(self._timed)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Leave what is done within out of the step's time."""
+        """Exclude the time of the block, in which a checkpoint is saved, from the step's time."""
         self._meter.synchronize()
         began = perf_counter()
         try:
@@ -402,7 +409,7 @@ class StepTimer(StepListener):
                 self._marks = [self._meter.mark()]
 
     def step_is_dropped(self) -> None:
-        """Discard the step that ends, and start the clock of the next one."""
+        """Discard the step that ends, and start the clock of the next one. Free steps begin again."""
         self._saving_seconds = 0.0
         if self._is_profiled and self._busy is not None:
             self._busy.stop()
@@ -414,10 +421,11 @@ class StepTimer(StepListener):
             self._begin_free(self.pending)
 
     def _timed_step(self, end: float) -> _Step:
+        """Return the times of the step that ended at ``end``, and clear what was recorded of it."""
         marks, between = self._marks, self._meter.seconds_between
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
-        # in length, the tokens of all of them count, so that all are in the mean; of several ranks the last one
-        # exchanges gradients.
+        # in length, the mean is over all micro-steps, since tokens are. With several ranks it is over the first two,
+        # since ranks exchange gradients in the last.
         differ = self._schedule is not None or self._varies
         first, last = (0, len(marks) - 2 if self._ranks.count == 1 else 2) if differ else (1, 2)
         data_seconds, saving_seconds = self._begin - self._previous_end, self._saving_seconds
@@ -426,7 +434,7 @@ class StepTimer(StepListener):
         micro_seconds = between(marks[first], marks[last]) / (last - first) if len(marks) > 4 else 0.0
         if self._wait_seconds is not None:
             data_seconds += self._wait_seconds
-            # The time between two marks has the micro-step and its wait, which may be shorter than the mean of all.
+            # The time between two marks includes the wait for a batch, which may be shorter than the mean wait.
             micro_seconds = max(0.0, micro_seconds - data_seconds / max(1, len(marks) - 2))
         return _Step(
             seconds=end - self._previous_end,
@@ -439,6 +447,7 @@ class StepTimer(StepListener):
         )
 
     def _enough(self) -> bool:
+        """Return whether to stop timing: enough is measured, the candidate is behind, or new shapes take too long."""
         if self._is_behind():
             return True
         new = [step.seconds for step in self._timed if step.new_shapes]
@@ -452,7 +461,7 @@ class StepTimer(StepListener):
             return False
         if self._varies or is_enough(known, self._effort, width):
             return True
-        # Then other processes make steps slow.
+        # Only a slow step is left to recur. Steps are slow because of other processes where threads wait for a core.
         return any(self._ranks.gather((self._core_wait.share() or 0.0) >= LEAST_CORE_WAIT))
 
     @property
@@ -460,7 +469,7 @@ class StepTimer(StepListener):
         return self._run.varies or len({step.tokens for step in self._timed}) > 1
 
     def _is_behind(self) -> bool:
-        """Return whether the first steps show that the candidate cannot win. One slow step may have another cause."""
+        """Return whether at least two steps show that the candidate cannot win: a single one may be slow by chance."""
         behind = self._effort.behind_step_seconds
         known = [step.seconds for step in self._whole_steps() if not step.new_shapes]
         if behind is None or len(known) < 2:
@@ -473,7 +482,7 @@ class StepTimer(StepListener):
         return estimate_run(self._whole_steps(), self._run)
 
     def _whole_steps(self) -> list[Timed]:
-        """Return the candidate's whole steps, with the missing micro-steps added."""
+        """Return the timed steps with the time of the candidate's micro-steps that were not run added."""
         run = micro_steps_to_run(self._candidate, self._effort)
         missing = self._candidate.gradient_accumulation_steps - run
 
@@ -528,7 +537,7 @@ class StepTimer(StepListener):
             skipped_steps=self._scaler.skipped,
             tokens_per_sample=self._tokens_per_sample(),
             joules_per_sample=joules_per_sample,
-            # What the warm-up steps took longer than as many measured ones.
+            # The extra time of the warm-up steps over as many median timed steps.
             compile_seconds=max(0.0, sum(step.seconds - usual for step in self._warmup)) if compiles(arm) else None,
             steady_step_seconds=estimate.steady_seconds,
             new_shape_seconds=estimate.shape_seconds,
@@ -553,7 +562,7 @@ class StepTimer(StepListener):
         )
 
     def _tokens_per_sample(self) -> float | None:
-        """Return the mean tokens of the samples that the measured steps ran; ``None`` where some were not seen."""
+        """Return the mean tokens of a sample in the timed steps, without padding; ``None`` where some were not seen."""
         known = [step.real_tokens for step in self._timed if step.real_tokens is not None]
         if len(known) < len(self._timed):
             return None
@@ -576,7 +585,10 @@ class StepTimer(StepListener):
         return PeakBytes(max(peak[0] for peak in each), max(peak[1] for peak in each))
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
-        """Return mean power over the measured steps times the seconds of a sample; ``None`` where it is not known."""
+        """Return the mean power of all ranks' devices in the timed steps, times the seconds of a sample.
+
+        ``None`` where a device's energy is not known, or the steps took less than ``_LEAST_ENERGY_SECONDS``.
+        """
         run_seconds = sum(step.seconds for step in self._timed)
         each = [joules for joules in self._ranks.gather(self._joules) if joules is not None]
         joules = sum(each) if len(each) == self._ranks.count else None
@@ -585,9 +597,9 @@ class StepTimer(StepListener):
         return joules / run_seconds * step_seconds / self._candidate.samples_per_step
 
     def _worst_step_seconds(self) -> float | None:
-        """Return the fastest warm-up step on the largest batches that had optimizer state.
+        """Return the seconds of the fastest warm-up step on the largest batches, without the first.
 
-        ``None`` without a dataset.
+        The first step has no optimizer state yet. ``None`` where there is no other, without a dataset, and for images.
         """
         if self._schedule is None or self._schedule.worst_tokens is None:
             return None

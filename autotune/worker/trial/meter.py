@@ -41,11 +41,11 @@ class PeakBytes(NamedTuple):
 
 
 class Meter:
-    """What a trial measures on its device; what a device cannot tell is ``None``."""
+    """Measures a trial's device. A method returns ``None`` where the device does not provide the value."""
 
     device: torch.device
     fewest_growing_steps = 4
-    """Steps that show whether memory grows with each. A choice."""
+    """Least number of steps from which it is judged whether memory grows with each. A choice."""
 
     def limit(self, cap_bytes: int) -> None:
         """Make every allocation beyond ``cap_bytes`` fail from now on."""
@@ -66,7 +66,7 @@ class Meter:
         return float(end - start)
 
     def reset_peaks(self) -> None:
-        """Reset the peaks to the current allocation, where possible."""
+        """Reset the peaks to the current memory, where possible."""
         raise NotImplementedError
 
     def peaks(self) -> PeakBytes:
@@ -74,7 +74,7 @@ class Meter:
         raise NotImplementedError
 
     def allocated_bytes(self) -> int | None:
-        """Return the allocated bytes; on a CPU, the resident memory."""
+        """Return the allocated bytes; on a CPU, the resident memory without the pages of files."""
         return None
 
     def allocation_retries(self) -> int | None:
@@ -82,7 +82,7 @@ class Meter:
         return None
 
     def device_used_bytes(self) -> int | None:
-        """Return the used memory of the device, by all processes."""
+        """Return the bytes of the device's memory that all processes use."""
         return None
 
     def context_bytes(self) -> int | None:
@@ -181,7 +181,7 @@ class CpuMeter(Meter):
         self._note_start()
 
     def _note_start(self) -> None:
-        """Record the current memory as the reference for peaks."""
+        """Record the high-water mark of resident memory, and the file pages, as the reference for later peaks."""
         self._start_bytes = _status_bytes("VmHWM")
         self._start_file_bytes = _status_bytes("RssFile")
         self._peak_bytes = 0
@@ -219,7 +219,7 @@ def failure_of(
 ) -> OutOfMemory | Failed:
     """Return the outcome of a training that ended with an exception, and print the exception to the log.
 
-    Without a ``meter`` it ended before its device was opened.
+    ``meter`` is ``None`` where the training ended before its device was opened.
     """
     memory = {"cap_bytes": cap_bytes}
     if meter is not None:
@@ -232,14 +232,15 @@ def failure_of(
     return outcome
 
 
-# Steps after the first that are looked at, and the least growth a step in bytes. Choices.
+# Number of last steps that are looked at, and the least growth per step in bytes. Choices.
 _LOOKED_AT, _LEAST_GROWTH = 24, 2**16
 
 
 def growth_of(held: Sequence[int | None], fewest: int = Meter.fewest_growing_steps) -> int | None:
-    """Return the growth of memory per step in bytes, such as from graphs that are kept; ``None`` without growth.
+    """Return the growth of memory per step in bytes, such as from graphs that are kept.
 
-    Growth means about as much in the second half of the last steps as in the first, within a factor of 2.
+    ``None`` without growth, and where fewer than ``fewest`` steps after the first are known. Memory grows if it grew by
+    ``_LEAST_GROWTH`` or more per step in both halves of the last steps, by amounts within a factor of 2.
     """
     # In the first step the optimizer gets its state.
     last = [each for each in held[1:] if each is not None][-_LOOKED_AT:]
@@ -251,7 +252,7 @@ def growth_of(held: Sequence[int | None], fewest: int = Meter.fewest_growing_ste
 
 
 def open_meter(device_kind: str, uuid: str, index: int = 0, ranks: int = 1) -> Meter:
-    """Return the meter of the visible device at ``index``, which belongs to this rank."""
+    """Return the meter of this rank's device: the CPU, or the visible GPU at ``index``."""
     return CudaMeter(uuid, index, is_alone=ranks == 1) if device_kind == "cuda" else CpuMeter()
 
 
@@ -268,8 +269,8 @@ _VOCABULARY = 1024
 def context_bytes(uuid: str, *, convolves: bool) -> int:
     """Measure this process's device memory beyond its allocator's, in training.
 
-    The process trains, since CUDA loads kernels and libraries allocate memory on first use: a context without that is
-    130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no value.
+    The process trains first, since CUDA loads kernels and libraries allocate memory on first use: a context without
+    training is 130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no value.
     """
     before = nvml.device_used_bytes(uuid)
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -289,9 +290,9 @@ def context_beside(
 ) -> int | None:
     """Return this process's memory on a GPU beside its allocator's reserved bytes; ``None`` if unknown.
 
-    NVML does not report memory by process everywhere (containers hide process ids). Where it does not, the growth of
-    all used memory since a reading before CUDA started counts, including a desktop's or a neighbour's. So it counts
-    only up to the largest context, unless this is one of several ranks: their libraries take more.
+    NVML does not report memory by process everywhere (containers hide process ids). Where it does not, this is the
+    growth of all used memory since a reading before CUDA started, which includes other processes. So the growth is
+    limited to the largest context, unless this is one of several ranks: their libraries take more.
     """
     own_bytes = nvml.current_session().own_bytes(uuid)
     # In a container, the number of another process of the host may be this one's.
@@ -344,7 +345,7 @@ class Profiler:
         self._profile.start()
 
     def stop(self) -> tuple[float | None, dict[str, float]]:
-        """Wait for the device and stop; return its busy seconds, in all and by kind of work, if known."""
+        """Wait for the device and stop; return its busy seconds (``None`` if unknown), and seconds by kind of work."""
         profile, self._profile = self._profile, None
         profile.stop()
         return busy_seconds(device_intervals(profile)), seconds_by_kind(profile)
@@ -374,7 +375,7 @@ def seconds_by_kind(profile: Any) -> dict[str, float]:
             kind = kind_of_kernel(event.name())
             seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + event.duration_ns() * _NS
     except Exception as error:
-        # The busy share, which decides what is tried, is known without.
+        # The busy share, which decides what is tried, does not need the kinds.
         print(f"autotune: kinds of work are not known: {error}", file=sys.stderr)
         return {}
     return seconds_by_kind
@@ -396,7 +397,7 @@ def busy_seconds(intervals: Iterable[tuple[int, int]] | None) -> float | None:
 
 
 class BusyStep:
-    """Profiles parts of a step, driven by a training callback. Errors of the profiler never leave this class."""
+    """Profiles parts of steps as it is told of their micro-steps. Errors of the profiler never leave this class."""
 
     def __init__(self, profiler: Profiler, meter: Meter, micro_steps_run: int, micro_steps: int) -> None:
         self._profiler = profiler
@@ -413,7 +414,7 @@ class BusyStep:
         self._kinds: list[dict[str, float]] = []
 
     def step_begins(self) -> None:
-        """Start profiling after the step's batches have arrived."""
+        """Begin a step whose batches have arrived. Profiling starts here if the whole step is one part."""
         self._parts, self._kinds_of_parts = [], []
         if self._takes_all:
             self._start()
@@ -428,11 +429,14 @@ class BusyStep:
             self._start()
 
     def step_ends(self, step_seconds: float, cost: float) -> None:
-        """Record the step. ``cost`` is the size of its batches over the mean size behind ``step_seconds``."""
+        """Record the busy share of the step that ends, over ``step_seconds``, the time of steps without a profiler.
+
+        ``cost`` is the size of its batches over the mean size of the batches behind ``step_seconds``.
+        """
         self.stop()
         if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
             return
-        # All parts but the last stand for as many micro-steps.
+        # The last part is counted once. Of two parts, the first stands for all micro-steps but the last.
         times = [self._micro_steps - 1] * (len(self._parts) - 1) + [1]
         busy = sum(count * part for count, part in zip(times, self._parts, strict=True))
         self._shares.append(busy / cost / step_seconds)
@@ -468,10 +472,10 @@ class BusyStep:
             self._guarded(self._profiler.stop, starts=False)
 
     def _guarded(self, act: Any, *, starts: bool) -> None:
-        """Call the profiler, and give up on it after an error."""
+        """Start or stop the profiler by ``act``, and do not use it again after an error."""
         if self.is_broken:
             return
-        # Work that was issued before belongs to the part before.
+        # Work that was issued before this call belongs to the part before.
         self._meter.synchronize()
         try:
             answer = act()
@@ -494,15 +498,15 @@ def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep 
 
 
 class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what is computed while it is entered: forward passes, with what their backward passes will compute."""
+    """Counts the FLOPs of forward passes that run within it, and of the backward passes that will follow them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forward_flops = 0
         self.flops = 0
-        """Of the forward and the backward pass."""
+        """FLOPs of the forward and the backward pass."""
         self.tokens: int | None = None
-        """Padding included; ``None`` where the model takes no ``input_ids``."""
+        """Tokens of the counted micro-step, padding included; ``None`` where the model takes no ``input_ids``."""
 
     def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
         """Run and count an operation."""
@@ -531,7 +535,7 @@ def _flops_of(function: Any, given: Any, named: Any, result: Any) -> int | None:
     """Return the FLOPs of an operation; ``None`` for an operation that does not count."""
     packet = function.overloadpacket
     if packet._qualified_op_name in ("aten::_grouped_mm", "aten::_scaled_grouped_mm"):
-        # Each row of the first is multiplied by one matrix of the second.
+        # Each row of the first factor is multiplied by one matrix of the second.
         return 2 * int(given[0].shape[-2]) * int(given[0].shape[-1]) * int(given[1].shape[-1])
     if packet._qualified_op_name == "aten::_scaled_dot_product_flash_attention_for_cpu":
         packet = torch.ops.aten._scaled_dot_product_flash_attention
@@ -555,9 +559,9 @@ def _with_all_heads(given: Any, axis: int) -> Any:
 
 
 def _gradients(function: Any, given: Any) -> int:
-    """Return the number of inputs of a product that get a gradient."""
+    """Return the cost of a product's backward pass, in forward passes: the number of its inputs with a gradient."""
     matrices = [each for each in given if isinstance(each, torch.Tensor) and each.dim() > 1]
     if "attention" in function.__name__:
-        # Of queries by keys, and of the result by values.
+        # Two products, of queries by keys and of the result by values, with two inputs each.
         return 2 * matrices[0].requires_grad
     return sum(each.requires_grad for each in matrices[-2:])

@@ -83,7 +83,7 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]
         control.should_training_stop |= self.timer.is_finished
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report the end of the data."""
+        """Report the end of the training, which may come before enough is measured."""
         self.timer.end()
 
 
@@ -94,10 +94,10 @@ _EXCHANGES = 2
 
 
 class LeftOutInputs:
-    """Copies of a micro-step's inputs, one for each micro-step that the trial leaves out."""
+    """Holds copies of a micro-step's inputs, one for each micro-step that the trial leaves out."""
 
     def __init__(self, trainer: Any, left_out: int, on_batch: Callable[[Any], None] = lambda _: None) -> None:
-        """Copy the inputs at the start of each of the trainer's steps. ``on_batch`` is called with every batch."""
+        """Wrap the trainer's loading of batches, to copy inputs. ``on_batch`` is called with every batch."""
         self.micro_batch_bytes: int | None = None
         """Bytes that the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
         self._left_out = left_out
@@ -118,9 +118,10 @@ class LeftOutInputs:
         return fetched
 
     def _hold(self, micro_batches: list[Any]) -> None:
-        """Copy the largest of these inputs if they are larger than the current copies; in the first steps always.
+        """Copy the largest of these inputs if they are larger than the current copies.
 
-        Later steps are timed. The copies stay, so that nothing is allocated in timed steps.
+        In the first two steps inputs as large as the copies replace them. Later steps are timed, and the copies stay,
+        so that nothing is allocated in timed steps.
         """
         largest = max(
             (list(self._device_tensors(inputs)) for inputs in micro_batches), key=_rounded_bytes, default=None
@@ -165,7 +166,7 @@ class Phases:
         self._send(Progress(phase=name))
 
     def end(self) -> None:
-        """End the current phase."""
+        """Record the seconds of the current phase, if one has begun."""
         now = time.perf_counter()
         if self.current:
             self.seconds[self.current] = round(now - self._started, 4)
@@ -187,7 +188,10 @@ def trainer_arguments(
     repeats: int = 0,
     **others: Any,
 ) -> Any:
-    """Return a candidate's ``TrainingArguments`` without reporting and saving, with enough steps to measure."""
+    """Return a candidate's ``TrainingArguments`` without reporting and saving.
+
+    They allow the most steps that a trial may run, and ``repeats`` more; ``others`` are further fields.
+    """
     arguments = training_arguments(candidate, known_fields(), device_kind)
     arguments["gradient_accumulation_steps"] = micro_steps_to_run(candidate, effort)
     return TrainingArguments(
@@ -203,7 +207,7 @@ def trainer_arguments(
 
 
 class Trial:
-    """Runs a job, and keeps the phase and the meter so that a failure can report them; ``send`` gets the progress."""
+    """Runs the training of one candidate, and measures it; ``send`` gets the progress."""
 
     def __init__(
         self, workload: Workload, work: TrialWork, scratch: Scratch, send: Send, ranks: Ranks | None = None
@@ -212,7 +216,7 @@ class Trial:
         self._candidate = work.candidate
         self._effort = work.effort
         if work.candidate.arm.cuda_graphs:
-            # Warm-up steps enough for the graphs to be captured in them.
+            # Enough warm-up steps for the graphs to be captured in them.
             steps = 1 + math.ceil(EAGER_MICRO_STEPS / micro_steps_to_run(work.candidate, work.effort))
             self._effort = dataclasses.replace(work.effort, warmup_steps=max(work.effort.warmup_steps, steps))
         self._device_kind = work.devices.kind
@@ -228,7 +232,7 @@ class Trial:
         settles = 0 if self._device_kind != "cuda" else EAGER_MICRO_STEPS + 1 if work.candidate.arm.cuda_graphs else 1
         self._shapes = BatchShapes(settles=settles)
         self._visits = 1 + settles
-        """How often a step of new shapes is run, the last time with known ones."""
+        """How often a step with new shapes is run, until its shapes are known."""
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter
@@ -269,7 +273,7 @@ class Trial:
         self._checks.watch.install()
 
     def _make_checks(self) -> StepChecks:
-        """Return the checks that judge whether steps really train."""
+        """Return the checks that judge whether each step trains; they raise ``NotTrainedError``."""
 
         def refuse(found: NotTrainedError) -> NoReturn:
             raise found
@@ -282,7 +286,7 @@ class Trial:
         )
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
-        """Build model and ``Trainer``, and train until enough is measured."""
+        """Build model and ``Trainer``, train until enough is measured, and return the outcome."""
         self._open_device()
         arm = self._candidate.arm
         os.environ.update(launch_variables(arm))
@@ -332,7 +336,7 @@ class Trial:
             shard_from_meta(trainer, workload)
         self._host_bytes = most_host_bytes()
         apply(trainer, **applied_settings(arm))
-        # Compiled code and kernels of others would not be counted; patches of images are no tokens.
+        # FLOPs within compiled code and other libraries' kernels are not seen, and patches of images are no tokens.
         is_hidden = arm.torch_compile or arm.cuda_graphs or arm.use_liger_kernel or arm.fused_loss
         if not is_hidden and arm.context_parallel == 1 and self._workload.task != "image-text-to-text":
             self._arithmetic.count_first(trainer)
@@ -350,7 +354,7 @@ class Trial:
         try:
             loss = float(trainer.train().training_loss)
         except Exception:
-            # Perhaps only the profiled step failed, after all else was measured. Other ranks would wait for this one.
+            # Perhaps only a step after the timed ones failed. With several ranks, others would wait for this one.
             if timer.pending is None or self._ranks.count > 1:
                 raise
             traceback.print_exc()
@@ -367,7 +371,7 @@ class Trial:
     def _make_timer(
         self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any
     ) -> StepTimer:
-        """Return the timer of steps, of at most ``of`` steps; ``others`` are its further arguments."""
+        """Return the timer of steps; ``of`` is their number at most, for progress; ``others`` are further arguments."""
         run = micro_steps_to_run(self._candidate, self._effort)
         accumulation = self._candidate.gradient_accumulation_steps
         return StepTimer(
@@ -384,12 +388,13 @@ class Trial:
         )
 
     def _completed_by(self, trainer: Any, measured: Measurement, train_loss: float | None) -> Completed:
-        """Return the outcome of a ``Trainer``'s training, with facts that an export needs."""
+        """Return the outcome of a ``Trainer``'s training, with the trainer's settings that an export needs."""
         divides, stock = getattr(trainer, "divides_by_accumulation", False), stock_settings(trainer)
         told = dataclasses.replace(measured, divides_loss=divides, stock_settings=tuple(stock.items()))
         return self._completed(told, train_loss)
 
     def _completed(self, measured: Measurement, train_loss: float | None) -> Completed:
+        """Return the outcome with the measurement, completed by what the trial itself recorded."""
         micro_batch_bytes = self._inputs.micro_batch_bytes if self._inputs else None
         return Completed(
             dataclasses.replace(
@@ -403,7 +408,10 @@ class Trial:
         )
 
     def _sample_flops(self) -> tuple[float, float] | None:
-        """Return the FLOPs of an average sample without padding, of the forward pass and of both passes."""
+        """Return the FLOPs of an average sample without padding, of the forward pass and of both passes.
+
+        ``None`` where none were counted.
+        """
         counted, workload = self._arithmetic, self._workload
         if not counted.flops:
             return None
@@ -425,10 +433,10 @@ class Trial:
         self._inputs = LeftOutInputs(trainer, left_out, on_batch)
 
     def _open_dataset(self) -> PreparedDataset | None:
-        """Open the user's dataset, if there is one.
+        """Open the user's dataset, if there is one, and set the number of warm-up steps.
 
-        Batches of different lengths need one more warm-up step. Batches prefetched during the slow first steps say
-        nothing about the speed of loading, so the steps that use them count as warm-up, too.
+        Batches of different lengths need one more warm-up step, and at least three. Batches prefetched during the slow
+        first steps say nothing about the speed of loading, so the steps that use them count as warm-up, too.
         """
         dataset = None
         if self._data_folder is not None:
@@ -436,12 +444,13 @@ class Trial:
             dataset = PreparedDataset(self._workload, self._data_folder)
             if dataset.varies:
                 self._worst_steps = max(3, self._worst_steps + 1)
-        # Steps whose batches may be prefetched by then.
+        # Steps whose batches may be prefetched when the first warm-up steps end.
         ready = prefetched_steps(self._candidate, self._effort)
         self._effort = dataclasses.replace(self._effort, warmup_steps=self._worst_steps + ready)
         return dataset
 
     def _schedule(self, dataset: PreparedDataset) -> Schedule:
+        """Return the order of the dataset's samples in this trial."""
         candidate = self._candidate
         shape = BatchShape(
             candidate.per_device_train_batch_size,
@@ -459,6 +468,7 @@ class Trial:
         return dataset.schedule(shape, self._seed)
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
+        """Return the outcome of a trial that ended with an exception, and print the exception to the log."""
         during = self._phases.current
         if isinstance(error, NotTrainedError):
             self._meter.lift_limit()

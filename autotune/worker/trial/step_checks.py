@@ -57,11 +57,11 @@ def problem_of_loss(last: float | None) -> str | None:
 class ScalerWatch:
     """Counts the updates that a gradient scaler skips, step by step: each of them lowers its scale.
 
-    Reading the scale waits for the device. Without a scaler no update is skipped.
+    Reading the scale waits for the device. Without a scaler no update counts as skipped.
     """
 
     def __init__(self, optimizer: Any = None) -> None:
-        """Take the optimizer that accelerate wrapped. DeepSpeed's optimizer scales the loss without a scaler."""
+        """Take the optimizer as accelerate wrapped it. DeepSpeed's optimizer scales the loss without a scaler."""
         self._deepspeeds = optimizer if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper" else None
         scaler = getattr(optimizer, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -97,8 +97,7 @@ NO_GRADIENTS_HINT = "make the optimizer of the parameters of the model that is t
 
 
 class NotTrainedError(Exception):
-    """A step did not train; ``is_out_of_memory`` where it lacks something for want of memory, of which somebody caught
-    the error."""
+    """A step did not train. ``is_out_of_memory`` where memory ran out in it, and other code caught that error."""
 
     def __init__(
         self, message: str, hint: str = "", *, is_out_of_memory: bool = False, reason: FailureReason = "error"
@@ -110,9 +109,9 @@ class NotTrainedError(Exception):
 class StepChecks:
     """Judges each step of a training by what a watch counted in it; ``refuse`` ends the trial.
 
-    ``batch`` is the samples of a micro-step, ``None`` where they are not known. ``until_timed`` takes the watch off
-    before the timed steps, where they can train in no other way than those before: its hooks take 55 to 110 µs of the
-    host in a micro-step (docs/explanation/measuring.md).
+    ``batch`` is the number of samples in a micro-step, ``None`` where not known. ``until_timed`` removes the watch
+    before the timed steps, for a training whose timed steps cannot differ from those before: its hooks take 55 to
+    110 µs of the host in a micro-step (docs/explanation/measuring.md).
     """
 
     def __init__(
@@ -121,12 +120,12 @@ class StepChecks:
         self.watch = TrainingWatch()
         self.refuse = refuse
         self.precision: tuple[str, str] | None = None
-        """Device and name of the precision that the code's own autocast has to be of: ``("cuda", "bf16")``."""
+        """Device and precision that the code's own autocast must have: ``("cuda", "bf16")``; ``None``: not checked."""
         self._name, self._batch, self._until_timed = name, batch, until_timed
         self._has_judged = self._ran_out = self._is_timed = False
 
     def begin_timed(self) -> None:
-        """Judge the updates so far, and begin the timed steps."""
+        """Judge precision and gradients of the updates so far, and begin the timed steps. Only the first call acts."""
         if self._is_timed:
             return
         self._is_timed = True
@@ -161,7 +160,7 @@ class StepChecks:
         self.refuse(NotTrainedError(message + place, hint, is_out_of_memory=is_out_of_memory))
 
     def step_ends(self, micro_steps: int) -> StepCounts:
-        """Judge a whole step, and return its counts."""
+        """Judge a whole step, and return its counts; they are 0 once the watch is removed."""
         if self.watch.is_removed:
             return StepCounts()
         seen = self.step_is_dropped()
@@ -185,7 +184,7 @@ class StepChecks:
         return seen
 
     def step_is_dropped(self) -> StepCounts:
-        """Return the counts of a step that is not judged."""
+        """Take the counts of the step that ends, without judging it; return them."""
         seen = self.watch.take()
         self._ran_out = self._ran_out or seen.memory_errors > 0
         return seen
@@ -197,30 +196,36 @@ class StepChecks:
 
 
 def fills(calls: Sequence[Call], micro_steps: int, batch: int) -> bool:
-    """Return whether all samples of a step may have gone into a model; ``True`` where no input tensors are seen."""
+    """Return whether all samples of a step may have gone into a model.
+
+    ``True`` also where the samples cannot be counted: without input tensors, and where they are packed in rows.
+    """
     rows: dict[int, int] = {}
     for call in calls:
         rows[call.module_id] = rows.get(call.module_id, 0) + call.rows
     if not any(rows.values()) or max(rows.values()) >= micro_steps * batch:
         return True
-    # The batch is the second dimension where the first is time.
+    # The second dimension is the batch where the first is time.
     second = any(len(shape) > 1 and shape[0] > 1 and shape[1] == batch for call in calls for shape in call.shapes)
     return second or any(call.is_packed for call in calls)
 
 
 End = Callable[[str, str], NoReturn]
-"""Ends the training, with what is wrong and what to do."""
+"""Ends the training with a message and a hint."""
 
 
 class FirstStepWatch(Listener):
-    """Watches a real training up to its first update, and ends it where that is otherwise than it was set."""
+    """Watches a real training up to its first update, and ends it where the step differs from the settings.
+
+    ``look`` is called after a step without a problem.
+    """
 
     def __init__(self, training: RealTraining, end: End, accumulation: int | None, look: Callable[[], None]) -> None:
         self._training, self._end, self._look = training, end, look
         self._accumulation = accumulation
-        """Backward passes of a step; ``None`` where they are not known."""
+        """Expected number of backward passes in a step; ``None`` where not known."""
         self._passes = 0
-        # A loop decides itself what a batch of its config is.
+        # In a loop, the user's code decides what the batch size of its config means.
         batch = None if training.source.kind == "loop" else training.candidate.per_device_train_batch_size
         self.checks = StepChecks(training.source.name, batch, self._refuse)
         self.checks.watch.listener = self
@@ -231,11 +236,11 @@ class FirstStepWatch(Listener):
         self._passes += 1
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Judge the step, and stop watching."""
+        """Judge the first step that had a backward pass, and stop watching."""
         if not self._passes:
             return
         wanted, name, arm = self._accumulation, self._training.source.name, self._training.candidate.arm
-        # A gradient scaler may have left out steps.
+        # A gradient scaler may have skipped updates, whose backward passes are counted here.
         if (
             wanted is not None
             and self._passes != wanted

@@ -21,7 +21,7 @@ Sample = dict[str, torch.Tensor]
 
 
 def stack_texts(samples: list[Sample]) -> Sample:
-    """Return a batch of samples in which image patches and image sizes are concatenated."""
+    """Return a batch of samples: image patches and image sizes are concatenated, everything else is stacked."""
     joined = {name: torch.cat if name in _OF_PATCHES else torch.stack for name in samples[0]}
     return {name: join([sample[name] for sample in samples]) for name, join in joined.items()}
 
@@ -32,7 +32,7 @@ class SyntheticDataset(Dataset[Sample]):
     def __init__(self, pool: list[Sample], length: int) -> None:
         self._pool = pool
         self.collator = stack_texts if "image_grid_thw" in pool[0] else None
-        """What makes batches of the samples; ``None`` where they are stacked."""
+        """The function that makes batches of the samples; ``None`` where the Trainer's own does."""
         self._length = length
 
     def __len__(self) -> int:
@@ -45,8 +45,8 @@ class SyntheticDataset(Dataset[Sample]):
 def real_tokens(seq_len: int, padding: float, count: int, generator: torch.Generator) -> list[int]:
     """Draw the numbers of real tokens of ``count`` samples, whose mean fraction of padding is ``padding``.
 
-    The numbers are spread evenly over the widest range with that mean, one in each ``count``-th of it. The mean of a
-    few dozen independent draws would be off by several per cent.
+    The numbers are spread evenly over the widest range with that mean: one number is drawn in each of ``count`` equal
+    parts. The mean of a few dozen independent draws would be off by several per cent.
     """
     low = max(0.0, 1 - 2 * padding)
     high = min(1.0, 2 * (1 - padding))
@@ -57,6 +57,7 @@ def real_tokens(seq_len: int, padding: float, count: int, generator: torch.Gener
 
 
 def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int, generator: torch.Generator) -> Sample:
+    """Return a sample of ``seq_len`` random tokens and labels; those from ``real`` on are padding."""
     tokens = torch.randint(min(_LOWEST_TOKEN, vocabulary - 1), vocabulary, (workload.seq_len,), generator=generator)
     sample: Sample = {"input_ids": tokens}
     if workload.padding > 0:
@@ -75,11 +76,11 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int
 
 
 def _with_images(workload: Workload, config: Any, sample: Sample, generator: torch.Generator) -> Sample:
-    """Return a sample of text with images at its beginning, without labels for them."""
+    """Return a sample of text with tokens of images at its beginning, which have no labels, and random pixels."""
     assert workload.image_side is not None
     side, count = workload.image_side, tokens_of_image(workload.config, workload.image_side)
     tokens, labels = sample["input_ids"], sample["labels"]
-    # No text is taken for an image.
+    # Image tokens that were drawn at random would be taken for an image.
     tokens[tokens == config.image_token_id] = _LOWEST_TOKEN
     for start in range(0, workload.images * (count + 1), count + 1):
         tokens[start] = getattr(config, "vision_start_token_id", None) or _LOWEST_TOKEN
@@ -90,7 +91,7 @@ def _with_images(workload: Workload, config: Any, sample: Sample, generator: tor
         pixels = torch.rand((workload.images, getattr(vision, "num_channels", 3), side, side), generator=generator)
         return {**sample, "pixel_values": pixels}
     patches = side // vision.patch_size
-    # Each patch comes with its channels, twice for the two moments of a film.
+    # Each patch has its channels for every frame of a film that it covers (``temporal_patch_size``).
     numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return {
         **sample,
@@ -101,6 +102,7 @@ def _with_images(workload: Workload, config: Any, sample: Sample, generator: tor
 
 
 def _sample(workload: Workload, model: Any, real: int, generator: torch.Generator) -> Sample:
+    """Return one sample for the workload's task; a sample of text has ``real`` tokens that are not padding."""
     config = model.config
     if workload.task == "image-classification":
         label = torch.randint(0, config.num_labels, (), generator=generator)
@@ -126,7 +128,10 @@ def _sample(workload: Workload, model: Any, real: int, generator: torch.Generato
 
 
 def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) -> SyntheticDataset:
-    """Return samples for ``model``: text (seq_len,), images (channels, height, width), speech (mel bins, frames)."""
+    """Return ``length`` samples for ``model``.
+
+    Their shapes: text (seq_len,), images (channels, height, width), speech (mel bins, frames).
+    """
     generator = torch.Generator().manual_seed(seed)
     count = min(_POOL, length)
     lengths = [workload.seq_len] * count

@@ -1,7 +1,7 @@
-"""Count what a process trains by what torch itself tells of it: calls of models, backward passes, updates.
+"""Count what a process trains by hooks in torch: calls of models, backward passes, updates.
 
 ``TrainingWatch`` counts outermost calls of modules to whose results a gradient came back, with the shapes that went in;
-backward passes; updates that a gradient scaler left out. A ``Listener`` is told of each event as it comes.
+backward passes; updates that a gradient scaler skipped. A ``Listener`` is told of each event as it comes.
 
 Only the outermost call of a module has a hook, which is off within that call: the modules in it run as they do without
 any hook, and a compiler that traces them finds none. Gradients are looked at in steps that are not timed.
@@ -40,7 +40,7 @@ class Listener:
         """Handle a call of an outermost module with parameters; ``trains`` if it computes gradients."""
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Handle the end of such a call, with the shapes of inputs and outputs."""
+        """Handle the end of a call of an outermost module, with the shapes of inputs and outputs."""
 
     def backward_begins(self, tensors: Any) -> None:
         """Handle the start of a backward pass from these tensors."""
@@ -80,16 +80,16 @@ class StepListener:
         """Mark this point on the device's timeline."""
 
 
-# Of a model's output these are hooked at most, and of its input looked at. A choice.
+# Most tensors of a model's output that are hooked, and of its input whose shapes are recorded. A choice.
 _MOST_TENSORS = 16
 # Arguments with which the samples of a batch come as one row (transformers' DataCollatorWithFlattening).
 _OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq_idx"))
-# Calls of which it is looked at what they compute with. The first may be of a model that is not trained. A choice.
+# Number of calls whose saved tensors are looked at. The first may be of a model that is not trained. A choice.
 _LOOKED_WITHIN = 4
 
 
 Shapes = tuple[tuple[int, ...], ...]
-"""Of tensors; the length of a list of tensors comes before theirs."""
+"""Shapes of tensors; the length of a list of tensors comes before the shapes of its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Call:
 
     module_id: int
     shapes: Shapes
-    """Of the tensors that went in."""
+    """Shapes of the tensors that went in."""
     is_packed: bool
     """Whether the samples came as one row, as its arguments show."""
     real: torch.Tensor | int | None
@@ -112,19 +112,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class StepCounts:
-    """What was counted since it was asked for last."""
+    """The counts since the last ``TrainingWatch.take``."""
 
     calls: tuple[Call, ...] = ()
     backward_passes: int = 0
-    """Those that ended."""
+    """Backward passes that ended."""
     skipped_steps: int = 0
-    """Steps of optimizers in which a gradient scaler had them change nothing."""
+    """Updates that fused optimizers skipped, since a gradient scaler had found infinite gradients."""
     memory_errors: int = 0
-    """Calls and backward passes that ended with out of memory, whoever caught that."""
+    """Calls and backward passes that ran out of memory, even where the error was caught."""
     tokens: int | None = None
-    """Tokens of those calls, without padding; ``None`` where none of them had any."""
+    """Tokens of ``calls``, without padding; ``None`` where no call's tokens are known."""
     calls_without_gradients: int = 0
-    """Calls of outermost modules with parameters that computed none, as those of a teacher or a validation."""
+    """Calls of outermost modules with parameters that compute no gradients, as of a teacher or a validation."""
 
 
 class TrainingWatch:
@@ -135,22 +135,22 @@ class TrainingWatch:
         self.autocasts: set[tuple[str, str]] = set()
         """Device and dtype of each autocast in which gradients were computed: ``("cuda", "bfloat16")``."""
         self.called_in: set[tuple[str, str]] = set()
-        """Those of them in which a model was called."""
+        """Those of ``autocasts`` in which a model was called."""
         self.checkpoints = False
-        """Whether activations were left out to be recomputed; seen from ``watch_checkpoints`` on."""
+        """Whether activations are recomputed in the backward pass; recorded from ``watch_checkpoints`` on."""
         self.weight_dtypes: set[str] = set()
         """Dtype of the first parameter of each module that was trained with."""
         self.inner_dtypes: set[str] = set()
-        """Dtypes of what the first calls kept for the backward pass, parameters aside."""
+        """Dtypes of tensors that the first calls saved for the backward pass, without parameters and buffers."""
         self.place: str | None = None
-        """``train.py:12``: the line of the user's that called the first module."""
+        """The line of the user's code that called the first module: ``train.py:12``."""
         self.model: Any = None
         """The first module with parameters that was called."""
         self.trained: set[str] | None = None
         """Names of the model's parameters that had a gradient in an update before the timed steps. ``None`` where no
         update was looked at."""
         self.has_gradients = False
-        """Whether a parameter of any optimizer had one in those updates."""
+        """Whether a parameter of any optimizer had a gradient in the updates before the timed steps."""
         self.compiles = False
         """Whether ``torch.compile`` was called."""
         self.is_removed = False
@@ -176,14 +176,14 @@ class TrainingWatch:
 
     def install(self, *, calls: bool = True) -> None:
         """Watch backward passes and updates from now on, and with ``calls`` also module calls and saved tensors."""
-        # It would fire for a compiled module and what is in it; it is off there.
+        # The warning is about hooks that fire within a compiled module, where this one is off.
         warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)` when there are global hooks")
         if calls:
             self._enable_hook()
             self._wrap_compile()
         self._wrap_backward()
         self._wrap_autocast()
-        # torch.optim deletes the name of this module of its own.
+        # torch.optim deletes its attribute of this name, so the module is taken from sys.modules.
         optimizers: Any = sys.modules["torch.optim.optimizer"]
         before = optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: self._begin_update(optimizer))
         after = optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: self._end_update(optimizer))
@@ -228,13 +228,13 @@ class TrainingWatch:
         around(owner, name, act)
 
     def begin(self) -> None:
-        """Forget the calls before the training."""
+        """Forget the counts, the model, its place and the autocasts around calls from before the training."""
         self.take()
         self.model = self.place = None
         self.called_in.clear()
 
     def take(self) -> StepCounts:
-        """Return the counts since the last call; waits for the device for masks or a gradient scaler."""
+        """Return the counts since the last ``take``; waits for the device where masks or a scaler are read."""
         skipped = sum(bool(found.item()) for found in self._found_inf)
         reals = [call.real for call in self._calls if call.real is not None]
         tokens = [int(torch.count_nonzero(real)) if isinstance(real, torch.Tensor) else real for real in reals]
@@ -274,7 +274,7 @@ class TrainingWatch:
             return
         self._disable_hook()
         if self.model is None:
-            # What torch.compile made of it has no class and config of its own.
+            # A module compiled by torch.compile has no class and config of its own.
             self.model = getattr(called, "_orig_mod", called)
         if self._is_close:
             self.place = self.place or users_line(lines_above())
@@ -286,7 +286,7 @@ class TrainingWatch:
             self.called_in.update(on)
         self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
         looks = self._is_close and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
-        # Hooks of checkpointing around the call would not come to act.
+        # Hooks of checkpointing around the call would not be called for its tensors.
         if looks and not packs_saved_tensors():
             self._look_within(called)
         if self.listener is not None and not is_in_autograd():
@@ -304,7 +304,7 @@ class TrainingWatch:
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() and _storage(tensor) not in own:
                 self.inner_dtypes.add(_dtype_name(tensor.dtype))
-            # An output that is kept by what it was computed with would never be freed without a backward pass.
+            # An output that its own graph saves, not detached, would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
 
         self._looked_within += bool(own)
@@ -319,7 +319,7 @@ class TrainingWatch:
             self._keeping = None
         self._enable_hook()
         self._tell_of_call(called, given, named, result)
-        # Where the call failed there is no result, and this is called from where its error is handled.
+        # Where the call failed there is no result, and torch calls this hook while it handles the error.
         if result is None and (error := sys.exc_info()[1]) is not None:
             self._note_error(error)
         else:
@@ -329,7 +329,7 @@ class TrainingWatch:
         """Return the dtype of a module's first parameter; ``None`` for a module without parameters."""
         if called not in self._weights:
             first = next(called.parameters(), None)
-            # One without parameters may make some in its first call.
+            # A module without parameters may make some in its first call, so nothing is kept.
             if first is None:
                 return None
             self._weights[called] = _dtype_name(first.dtype)
@@ -340,9 +340,9 @@ class TrainingWatch:
         if self.listener is not None and not is_in_autograd():
             passed = (*given, named)
             shapes = {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(passed)}
-            # A detector gets its samples in a row.
+            # A detector gets its samples in a list.
             shapes |= {place: (many,) for place, many in lengths_by_place(passed) if place}
-            # Graphs and other samples of many sizes are put into one tensor; what comes out has a row for each.
+            # Graphs and other samples of many sizes are put into one tensor; the output has a row for each sample.
             shapes |= {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(result, "out", depth=3)}
             self.listener.call_ends(called, shapes, trains=torch.is_grad_enabled())
 
@@ -379,13 +379,13 @@ class TrainingWatch:
 
         def watched(backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_in_autograd():
-                # Checkpointing of the older kind runs passes of its own within one.
+                # Reentrant checkpointing runs backward passes of its own within one.
                 return backward(*args, **kwargs)
             if self.listener is not None:
                 self.listener.backward_begins(args[0] if args else kwargs.get("tensors"))
             was_on = self._hook is not None
             if not self._is_close:
-                # What is recomputed there needs no hooks.
+                # Calls that are recomputed within need no hooks.
                 self._disable_hook()
             try:
                 result = backward(*args, **kwargs)
@@ -414,7 +414,7 @@ class TrainingWatch:
             self.compiles = True
             made = compile_(model, **options)
             if model is None or isinstance(model, torch.nn.Module):
-                # A decorator, which comes here again; or a module, whose call is not compiled itself.
+                # A decorator, which calls torch.compile again; or a module, whose call itself is not compiled.
                 return made
             return self._around(made, getattr(model, "__self__", None))
 
@@ -447,7 +447,7 @@ class TrainingWatch:
         return call
 
     def _wrap_autocast(self) -> None:
-        """Record every autocast that is entered while gradients are enabled."""
+        """Record every autocast that is entered while gradients are enabled, except to float32."""
 
         def entered(enter: Callable[..., Any], context: Any) -> Any:
             cast = _cast(context.device, context.fast_dtype) if context._enabled else None
@@ -473,10 +473,10 @@ class TrainingWatch:
             self.listener.optimizer_begins(optimizer)
 
     def _end_update(self, optimizer: Any) -> None:
-        """Record the end of an optimizer step, and which parameters have gradients."""
+        """Record the end of an optimizer step and, before the timed steps, which parameters have gradients."""
         self._has_passed = False
         if (found := getattr(optimizer, "found_inf", None)) is not None:
-            # A fused optimizer leaves its update out by itself.
+            # A fused optimizer skips its update by itself.
             self._found_inf.append(found)
         if self._is_close and (found is None or not bool(found.item())):
             named = self.model.named_parameters() if self.model is not None else ()
@@ -484,7 +484,7 @@ class TrainingWatch:
             updated = (each for group in optimizer.param_groups for each in group["params"])
             self.has_gradients |= any(getattr(each, "grad", None) is not None for each in updated)
         if is_in_autograd():
-            # One for each parameter, as soon as its gradient is there: together they are one update.
+            # An optimizer that steps for each parameter as soon as its gradient exists: together one update.
             self._stepped_within = optimizer
         elif self.listener is not None:
             self.listener.optimizer_ends(optimizer)
@@ -503,7 +503,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def _cast(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
     """Return the record of an autocast; ``None`` for one to float32, which changes nothing.
 
-    Scripts enter one when set to float32, as nanoGPT does. Torch turns it off on a CPU, and leaves it on on a GPU.
+    Scripts such as nanoGPT enter one to float32. torch disables that on a CPU, and leaves it enabled on a GPU.
     """
     return (device, _dtype_name(dtype)) if dtype is not torch.float32 else None
 
@@ -518,16 +518,17 @@ def _names_of_inputs(kind: type) -> tuple[str, ...]:
 
 
 def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor | int | None:
-    """Return the real tokens of a model call with ``input_ids``: its mask, or their number.
+    """Return the mask of the tokens without padding in a model call, or without a mask their number.
 
-    The mask is not summed here, which would take the time of a step and, on a GPU, make the host wait.
+    ``None`` without ``input_ids``, and for a mask of another shape. The mask is not summed here, which would take time
+    in a step and, on a GPU, make the host wait.
     """
     passed: Mapping[str, Any] = named
     if given and isinstance(given[0], Mapping):
-        # Models of sentence-transformers take a batch as it is.
+        # Models of sentence-transformers take the batch as one dictionary.
         passed = given[0]
     elif given:
-        # What torch.compile made of a module takes whatever it is given.
+        # A compiled module's own signature has no names of inputs.
         kind: Any = type(getattr(called, "_orig_mod", called))
         passed = {**dict(zip(_names_of_inputs(kind), given, strict=False)), **named}
     tokens, mask = passed.get("input_ids"), passed.get("attention_mask")
@@ -535,7 +536,7 @@ def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) ->
         return None
     if mask is None:
         return tokens.numel()
-    # One of four dimensions says who attends to whom.
+    # A mask of four dimensions says which tokens attend to which.
     return mask.detach() if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape else None
 
 
@@ -549,7 +550,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
-    """Return the shapes of tensors in a nested value, with each list's length before its tensors."""
+    """Return the shapes of the first tensors in a nested value, with each list's length before its tensors."""
     shapes: list[tuple[int, ...]] = []
 
     def add(part: Any, left: int) -> None:

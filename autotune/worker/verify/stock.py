@@ -36,12 +36,12 @@ _EVALUATION_BATCHES = 4
 _STRETCHES = 10
 # A larger checkpoint is not written: one of Llama-3.1-8B, 96 GB, takes longer than the steps (four H100). A choice.
 _MOST_SAVED_BYTES = 20 * GIB
-# Most warm-up steps at the beginning, in which kernels are loaded and the allocator reserves its segments.
+# Most warm-up steps, which are not timed: kernels are loaded in them, and the allocator reserves its segments.
 _MOST_WARMUP_STEPS = 5
 
 
 class _Watch(TrainerCallback):  # type: ignore[misc]
-    """Times a few stretches of steps, triggers one evaluation and one checkpoint, and reads the peaks around them."""
+    """Times stretches of steps, and reads peak memory around one evaluation and one checkpoint in the middle."""
 
     def __init__(
         self,
@@ -63,22 +63,22 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._joules = 0.0
         self._from: Any = None
         self._unread: list[tuple[int, int, int, Any, Any]] = []
-        """Steps, samples, new shapes and both ends of stretches since the device was waited for."""
+        """Steps, samples, new shapes, begin and end of each stretch since the device was last waited for."""
         self._shapes: set[Any] = set()
         self._samples = 0
         self._new_shapes = 0
         self.during = "train"
         self.unsaved_bytes: int | None = None
-        """Size of a checkpoint that is too large to be written."""
+        """Size of a checkpoint that is too large to be written; ``None`` where it is written."""
         self.stretches: list[Stretch] = []
         self.joules: float | None = 0.0
         self.peaks: dict[str, PeakBytes] = {}
         self.pause_seconds: dict[str, float] = {}
 
     def count(self, inputs: Any, _: Any) -> None:
-        """Count a batch.
+        """Count the samples of a batch, and whether its shapes are new.
 
-        The smaller last batch of an epoch has a new shape but no new length, so lengths are compared.
+        Shapes are compared without the first dimension: a smaller last batch of an epoch is not new.
         """
         shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
         lengths = tuple(shape[1:] for shape in shapes)
@@ -125,7 +125,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
     def _go_on(self, state: Any) -> None:
         """Wait for all ranks and begin a new stretch."""
-        # The first rank alone writes the model. The others would wait for it in their next step, which is timed.
+        # The first rank alone writes the model. The other ranks would wait for it in their next step, which is timed.
         self.during = "train"
         self._wait_for_ranks()
         self._begin(state.global_step)
@@ -134,7 +134,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         return PeakBytes(*self._meter.peaks())
 
     def _after(self, what: str) -> None:
-        """Record peak memory and duration of an evaluation or a checkpoint."""
+        """Record peak memory and duration of the evaluation or the checkpoint that ends."""
         self._meter.synchronize()
         self.peaks[what] = self._peaks()
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
@@ -147,14 +147,14 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._joules = self._meter.energy_joules() or 0.0
 
     def _end(self, step: int) -> None:
-        """Mark the end of a stretch after this step, which is the begin of the next one."""
+        """Record the end of a stretch after this step, which is the beginning of the next stretch."""
         end = self._meter.mark()
         self._unread.append((step - self._first_step, self._samples, self._new_shapes, self._from, end))
         self._samples = self._new_shapes = 0
         self._first_step, self._from = step, end
 
     def _read(self) -> None:
-        """Wait for the device, and record its stretches and energy."""
+        """Wait for the device, and record the stretches and the energy since ``_begin``."""
         self._meter.synchronize()
         for steps, samples, new_shapes, begin, end in self._unread:
             self.stretches.append(Stretch(steps, samples, self._meter.seconds_between(begin, end), new_shapes))
@@ -164,7 +164,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
-    """Train; return the measurements or the failure."""
+    """Train on this rank; return the measurements or the failure."""
     uuid = work.devices.uuids[rank]
     core = pin_to_one_core(uuid, work.cpu_core) if work.pinned else None
     meter = open_meter(work.devices.kind, uuid, rank, work.devices.ranks)
@@ -183,7 +183,7 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
 
 
 def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
-    """Yield the number of rows in each batch, which a packed batch does not show."""
+    """Yield the number of rows in each batch, endlessly. A packed batch itself does not show its rows."""
     batch = int(work.arguments["per_device_train_batch_size"])
     # accelerate fills the last batch of an epoch where several ranks share the dataset.
     last = count % batch if work.devices.ranks == 1 else 0
@@ -191,7 +191,7 @@ def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
 
 
 def checkpoint_bytes(model: Any, *, only_trained: bool) -> int:
-    """Return the size of a checkpoint: weights, or only adapters, and two float32 moments of trained weights."""
+    """Return the bytes of a checkpoint: weights, or only trained ones, and two float32 moments of trained weights."""
     # A rank of ZeRO-3 has parts of the tensors.
     sized = [(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
     weights: int = sum(count * p.element_size() for p, count in sized if p.requires_grad or not only_trained)
@@ -200,7 +200,7 @@ def checkpoint_bytes(model: Any, *, only_trained: bool) -> int:
 
 
 def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: int | None) -> StockResult:
-    """Build model, data and ``Trainer``, and train."""
+    """Build model, data and ``Trainer``, train, and return the measurements."""
     set_seed(work.seed)
     workload = work.workload
     fixed = {"max_steps": work.steps, "report_to": "none", "disable_tqdm": True, "seed": work.seed}
@@ -214,7 +214,7 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
         offloads = "offload_optimizer" in work.arguments["deepspeed"]["zero_optimization"]
         prepare_deepspeed(work.devices.kind, work.devices.ranks, offloads=offloads)
     made = TrainingArguments(**{**work.arguments, **fixed})
-    # After the arguments, as in scripts: ZeRO-3 then shards the model while it is built.
+    # The model is built after the arguments, as in scripts: ZeRO-3 then shards it while it is built.
     built = workload
     if "deepspeed" in work.arguments:
         built = in_deepspeeds_dtype(workload, "bf16" if made.bf16 else "fp16" if made.fp16 else "fp32")

@@ -39,19 +39,17 @@ def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
     ended = subprocess.run([*launcher, "-m", _RANK_MODULE, str(folder)], check=False)
     answers: list[StockResult | None] = [None] * ranks
     for rank in range(ranks):
-        # One that was killed left none.
+        # A rank that was killed left no answer.
         with contextlib.suppress(OSError, ValueError):
             answers[rank] = decode(json.loads((folder / f"rank-{rank}.json").read_text()), StockResult)
     return merge(answers, ended.returncode, work.context_parallel)
 
 
 def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int = 1) -> StockResult:
-    """Merge the results of all ranks: samples of all, time of the slowest, peaks of the largest.
+    """Merge the results of all ranks: the sum of samples, and the largest times and peaks.
 
-    ``shared_by`` ranks share each sample, and each of them has counted it.
-
-    The result of a failed rank is the result of all; out of memory wins, since other ranks then fail with lost
-    connections.
+    ``shared_by`` ranks share each sample, and each of them has counted it. If ranks failed, the result of the first is
+    returned, of one out of memory if there is any, since the other ranks then fail with lost connections.
     """
     said = [answer for answer in answers if answer is not None]
     failed = sorted(
@@ -91,7 +89,7 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
 
 
 def run_rank(folder: Path) -> None:
-    """Train one rank in a process of ``torchrun``."""
+    """Train one rank in a process of ``torchrun``, write its answer to ``folder``, and exit."""
     # torchrun gives each rank a session of its own, which nobody kills with it.
     process.die_with(os.getppid())
     from autotune.worker.verify.stock import run_stock
@@ -102,7 +100,7 @@ def run_rank(folder: Path) -> None:
     path = folder / f"rank-{rank}.json"
     path.with_suffix(".part").write_text(json.dumps(encode(answer)))
     path.with_suffix(".part").rename(path)
-    # Has torchrun end the other ranks, which would wait for this one.
+    # A failing exit code makes torchrun end the other ranks, which would wait for this one.
     process.leave(0 if answer.state == "completed" else 1)
 
 
