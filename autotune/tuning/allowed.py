@@ -102,7 +102,7 @@ def _check_experts(request: SearchRequest) -> None:
 
 
 _MANY_LAYERS = 2**31
-"""As many as anyone asks for, where the model was not inspected yet."""
+"""Number of layers that is assumed where the model was not inspected yet: no request has more."""
 
 
 # The first transformers whose checkpointing takes ``offload`` (modeling_utils of 5.16 and 5.17 compared).

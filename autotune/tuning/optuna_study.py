@@ -48,7 +48,7 @@ class PlanSampler(BaseSampler):
         """See ``BaseSampler``."""
         if self.next is not None:
             params = params_of(self.next, self._names)
-            # What the study does not know is drawn, and the trial teaches nothing.
+            # A value that the study does not know is left to be drawn; the trial is then told as failed.
             kinds = {name: kind for name, kind in self._names.items() if isinstance(kind, CategoricalDistribution)}
             return {name: each for name, each in params.items() if name not in kinds or each in kinds[name].choices}
         return self._other.sample_relative(study, trial, search_space)
@@ -84,8 +84,8 @@ class OptunaStudy:
     def ask(self) -> tuple[Step, optuna.Trial] | None:
         """Return the next step with its Optuna trial; ``None`` where the plan has none now.
 
-        Other samplers know neither memory nor earlier trials. The judge may refuse their candidates, which are then not
-        run.
+        Optuna's own samplers know neither memory nor earlier trials. The judge may refuse their candidates, which are
+        then not run.
         """
         while (step := self._plan.next()) is not None:
             self._sampler.next = step.candidate if step != DRAW else None
