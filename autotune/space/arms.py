@@ -105,7 +105,7 @@ def arm_that_computes(arm: Arm) -> Arm:
 
 @cache
 def needs_at_least(arm: Arm, other: Arm) -> bool:
-    """Return whether an arm needs at least as much memory as another: they differ only where the other saves."""
+    """Return whether an arm needs at least as much memory as another: it saves no more, and is the same otherwise."""
     for row in LEVERS:
         if row.saving is not None:
             if row.saving(arm) > row.saving(other):

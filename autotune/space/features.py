@@ -219,7 +219,7 @@ def segments_expand(environment: Mapping[str, str]) -> bool | None:
 
 
 def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) -> str | None:
-    """Return the allocator settings with expandable segments on or off; ``None`` where off is the default."""
+    """Return the allocator settings with expandable segments on or off; ``None`` where they are off by default."""
     settings = allocator_settings(environment)
     if not expand and _EXPANDABLE not in settings:
         return None

@@ -167,7 +167,7 @@ def _option_of(row: Lever) -> str:
 def _check_ranks_of_own_code(request: SearchRequest) -> None:
     """Raise ``InvalidRequestError`` where the user's own code cannot train on these GPUs with this strategy.
 
-    Whether a script trains with ``transformers.Trainer`` is known once it has been inspected.
+    Called again after the inspection, which tells whether a script trains with ``transformers.Trainer``.
     """
     source = request.workload.source
     given = [*(["--gpus"] if request.others else []), *(["--strategy"] if request.strategies is not None else [])]

@@ -96,7 +96,7 @@ class Anytime:
         return bool(self._late)
 
     def is_late(self, candidate: Candidate) -> bool:
-        """Return whether a candidate has levers that are only tried after the first answer, not to save memory."""
+        """Return whether a candidate is only tried after the first answer: not with levers to save memory alone."""
         arm = without(candidate.arm, self._late & {_EXPANDABLE})
         return bool(levers_of(arm, self._late)) and arm not in self._saving
 
@@ -198,7 +198,7 @@ class Anytime:
     def _changes(
         self, history: History, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]
     ) -> Iterator[Candidate]:
-        """Yield a candidate with one or two levers more, fewer layers that recompute or none, and the next batches."""
+        """Yield variants: with one or two levers more, fewer layers that recompute, or the next batch up or down."""
         rows = self._rows(candidate, failed, doubtful)
         for row in rows:
             changed_one = self._with(candidate, row, failed)

@@ -47,7 +47,7 @@ _TIMEOUT_TIMES = 4.0
 # 225 samples/s in the 0.2 s of a trial, and at 210 to 218 from 1.5 s on, at 680 to 710 W of 700 (H200, 24 November
 # 2026).
 _SUSTAINED_SECONDS, _SUSTAINED_STEPS = 1.5, 150
-# A step that is slow at least once in this many is among them. A choice.
+# A slow step that comes at least once in this many is among them. A choice.
 _FINAL_STEPS = 20
 
 

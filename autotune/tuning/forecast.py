@@ -1,6 +1,6 @@
 """Predict the memory of a search's candidates: jobs of worker processes answer what the store has no answer to.
 
-What a trial depends on is predicted before it. Only beside the baseline predictions may run (see ``LookAhead``).
+What a trial depends on is predicted before it. Predictions run beside no trial, except beside some baselines.
 """
 
 from __future__ import annotations
@@ -392,8 +392,8 @@ class LookAhead:
     def is_ready(self) -> bool:
         """Return whether the predictions for the next trial are complete, so that the trial may start.
 
-        Predictions and trials slow each other down. Without a running trial this waits for the predictions. With a
-        running trial, the next one waits for its end unless the predictions for the next one are complete.
+        Predictions and trials slow each other down. Without a running trial this waits for the predictions. While a
+        trial runs, the next one is ready only if the predictions for it are complete.
         """
         forecast = self._forecast
         if forecast is None or forecast.is_complete:

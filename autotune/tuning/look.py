@@ -294,7 +294,7 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
     request, source = prepared.request, prepared.request.workload.source
 
     def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
-        """Rehearse with a candidate; ``None`` where its code does not support this, or for a model on one rank."""
+        """Return the rehearsal; ``None`` where the code does not support it, or for a model by name on one rank."""
         ranks = candidate.arm.ranks
         if source.framework == "placeholders" if source is not None else ranks == 1:
             return None

@@ -231,6 +231,7 @@ class Search:
                 self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
     def _record_end(self, stop: Stop) -> None:
+        """Record that the search ended, why, the best trial, and what was left out."""
         # A signal may come between a trial's record and its run, or while its end is written.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         self._keep_best(
@@ -281,7 +282,7 @@ class Search:
             self._react()
 
     def _check_same_training(self) -> bool:
-        """Compare the winner's training with the requested one. Return whether levers were ruled out, to search on."""
+        """Compare the winner's training with the requested one; rule out levers that change it. Return if any do."""
         best = self._plan.best()
         if self._looker is None or best is None or self._interruption.asked:
             return False

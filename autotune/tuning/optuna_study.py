@@ -48,7 +48,7 @@ class PlanSampler(BaseSampler):
         """See ``BaseSampler``."""
         if self.next is not None:
             params = params_of(self.next, self._names)
-            # A value that the study does not know is left to be drawn; the trial is then told as failed.
+            # A value that the study does not know is left to be drawn; the trial is then reported as failed.
             kinds = {name: kind for name, kind in self._names.items() if isinstance(kind, CategoricalDistribution)}
             return {name: each for name, each in params.items() if name not in kinds or each in kinds[name].choices}
         return self._other.sample_relative(study, trial, search_space)
@@ -131,8 +131,8 @@ _FOREIGN_FEWEST_FREE_BATCHES = 16
 def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> dict[str, BaseDistribution]:
     """Return the Optuna search space, which is the same for every trial of a study, the baseline included.
 
-    Accumulation is not a parameter: the effective batch determines it, which Optuna cannot express. It is recorded as a
-    user attribute.
+    Accumulation is not a parameter: the effective batch determines it, which Optuna cannot express. Exported trials
+    have it as a user attribute.
     """
     late = [BY_NAME[name] for name in space.late if BY_NAME[name].option]
     variants = (changed(arm, **{row.name: value}) for arm in space.arms for row in late for value in row.values)

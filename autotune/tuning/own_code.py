@@ -108,7 +108,7 @@ def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequ
     optim = model.own.optim if model.own is not None else OWN_OPTIM
     source = request.workload.source
     assert source is not None
-    # A study that is resumed has recorded that name.
+    # The request of a resumed study names ``OWN_OPTIM``.
     if {*request.optims} - {OWN_OPTIM} and optim == OWN_OPTIM:
         raise InvalidRequestError(
             f"--optim {','.join(request.optims)} does not apply to {source.name}, which makes its optimizer itself",

@@ -30,7 +30,7 @@ _LEAST_TRAINED = 0.5
 _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 
 
-# With one trial so far, others are expected to take its seconds divided by this, at least. A choice.
+# After a single trial, the next one is expected to take at least the same seconds divided by this. A choice.
 _BASELINE_TIMES = 2.0
 
 DRAW: Final = "draw"
@@ -112,7 +112,7 @@ class Plan:
     def judged(self, outcome: Outcome) -> Outcome:
         """Return a trial's outcome; a failure where it trained far fewer tensors than the baseline.
 
-        Up to half may lack a gradient: no token of a few small batches may reach an expert.
+        Half as many are enough: an expert that no token of a few small batches reaches has no gradient, either.
         """
         baseline = self.baseline()
         if not isinstance(outcome, Completed) or baseline is None or baseline.measurement is None:
@@ -124,9 +124,9 @@ class Plan:
         return Failed("other_training", f"trains {trained} of {every} tensors, the baseline {asked}", during="train")
 
     def rule_out(self, levers: Collection[str], of: Candidate, outcome: Failed) -> list[str]:
-        """Propose ``levers`` no more, since ``of`` is another training by them.
+        """Propose ``levers`` no more, since with them ``of`` is another training than the requested one.
 
-        Trials with one of its values of them get this ``outcome``; return their ids."""
+        Trials that share the value of such a lever with ``of`` get this ``outcome``; return their ids."""
         self.anytime.leave_out(levers)
         self._upcoming = self._next_of_levers = None
         refused = []
@@ -258,6 +258,7 @@ class Plan:
 
     @property
     def _draws(self) -> bool:
+        """Whether Optuna's sampler is to draw the next candidate, and may have a new one."""
         return self._policy is None and not self._is_drawn_out and self._refused < _MOST_REFUSALS
 
     @property
@@ -291,7 +292,7 @@ class Plan:
 
     @property
     def owes_baseline(self) -> bool:
-        """Whether the baseline is wanted, has had no trial, and may fit. Own settings are run even if ruled out."""
+        """Whether the baseline is wanted, without a trial, and may fit; the last is not asked for own code."""
         request, baseline = self._request, self._prepared.baseline
         if not request.wants_baseline or self.history.attempts(baseline):
             return False
@@ -325,7 +326,7 @@ class Plan:
 
     @property
     def _waits(self) -> bool:
-        """Whether a running trial may change what is worth a trial, as all but final trials may."""
+        """Whether a trial is running that may change what is worth a trial, as any but a final one may."""
         return any(trial.stage != "final" for trial in self.pending.values())
 
     @property

@@ -84,7 +84,7 @@ class MaxBatchPolicy:
 
 
 class ExhaustivePolicy:
-    """Proposes all candidates in order, but those known not to fit; lower multiples only where none above fits."""
+    """Proposes all candidates in order, except those known not to fit. A lower multiple is for where none fits."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -135,7 +135,7 @@ class Acquisition:
         return Judge(self._space, history).last_resort()
 
     def _spaces(self, history: History) -> list[Space]:
-        """Return the space and its memory-saving variant, which is first where candidates of it alone should fit."""
+        """Return the space and its memory-saving variant, which is first where it alone is predicted to fit."""
         plain, saving = self._space, self._space.saving
         if saving is None:
             return [plain]
@@ -278,8 +278,8 @@ def to_measure_again(
     """Return the candidates that are to be measured in one more process before a search ends, the next one first.
 
     Where choosing a rival is expected to gain more than the tolerance, these are the winner and its rivals in
-    alternation, so that a drift of the machine affects them alike. Else, and without ``tells_apart``, it is the winner
-    alone, if at all. One more process of the winner takes a ``share`` of the search's time.
+    alternation, so that a drift of the machine affects them alike. Otherwise, and without ``tells_apart``, the winner
+    alone is due, until enough processes measured it. One of them takes a ``share`` of the search's time.
     """
     among = set(among)
     winner = history.winner(among)
@@ -313,8 +313,8 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
 
 
 def _processes(history: History, winner: Tried, share: float) -> int:
-    """Return in how many processes the winner is to be measured. One process does not show by how much processes
-    differ, as host-bound ones do. Where they are cheap, more show it for this and all later searches here."""
+    """Return in how many processes the winner is to be measured. Host-bound steps differ between processes, which one
+    process does not show. Where it is cheap, more show it for this search and all later ones on the machine."""
     candidate = winner.candidate
     if candidate.arm.torch_compile:
         return 1

@@ -172,7 +172,7 @@ _USUAL_BATCH = 16
 
 
 def length_multiples(request: SearchRequest, model: ModelFacts, batches: Batches) -> tuple[int, int]:
-    """Return the multiples for padded lengths and for rows that cost least in an epoch with CUDA graphs, if known."""
+    """Return the multiples of padded lengths and rows that cost least in an epoch with CUDA graphs, else defaults."""
     lengths, chip = request.workload.sample_lengths, chip_of_device(request.device.name)
     if lengths is None or not lengths.vary or chip is None or chip.rates is None:
         return LENGTH_MULTIPLE, ROW_MULTIPLE

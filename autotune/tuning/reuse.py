@@ -149,8 +149,7 @@ def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> b
 def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> Measurement | None:
     """Convert a measurement at one accumulation to another.
 
-    ``None`` for several ranks or DeepSpeed, and where its optimizer was not timed separately, or the inputs of a
-    micro-step were not counted.
+    ``None`` for several ranks or DeepSpeed, or where the optimizer was not timed or micro-step inputs not counted.
     """
     if measurement.ranks > 1 or measured.arm.zero_stage is not None:
         # DeepSpeed updates weights within the last micro-step. Of a step's micro-steps only the last exchanges

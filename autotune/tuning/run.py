@@ -157,7 +157,7 @@ class Place:
 def on_this_machine(
     request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
 ) -> Iterator[Place]:
-    """Yield trial servers that are not started yet; until the end, other searches on the machine see this one."""
+    """Yield trial servers that are not started yet. Within the block, other searches on the machine see this one."""
     with contextlib.ExitStack() as stack:
         # Each server has a log of its own. The first may take over the process that ``warm`` has.
         servers = []

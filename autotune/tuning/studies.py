@@ -346,7 +346,7 @@ _CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
 
 
 def _in_short(recorded: Document, asked: Document) -> list[str]:
-    """Return the differences in words; of the user's data and code names and use, not their content."""
+    """Return the differences in words; of the user's data and code the names and options, not the content."""
     named = []
     for name, key in (("data", "source"), ("source", "file")):
         before, now = recorded.get(name), asked.get(name)
