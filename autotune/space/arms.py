@@ -25,7 +25,7 @@ def changed(arm: Arm, **values: Any) -> Arm:
     return _changed(arm, tuple(values.items()))
 
 
-# A search asks for the same again and again, of all its candidates after each trial.
+# Cached: a search asks for the same arms again and again, for all its candidates after each trial.
 @cache
 def _changed(arm: Arm, values: tuple[tuple[str, Any], ...]) -> Arm:
     other = dataclasses.replace(arm, **dict(values))

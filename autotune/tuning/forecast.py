@@ -1,6 +1,6 @@
 """Predict the memory of a search's candidates: jobs of worker processes answer what the store has no answer to.
 
-What a trial depends on is predicted before it. Predictions run beside no trial, except beside some baselines.
+What a trial depends on is predicted before it. No prediction runs beside a trial, unless that is the baseline.
 """
 
 from __future__ import annotations

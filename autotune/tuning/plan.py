@@ -112,7 +112,7 @@ class Plan:
     def judged(self, outcome: Outcome) -> Outcome:
         """Return a trial's outcome; a failure where it trained far fewer tensors than the baseline.
 
-        Half as many are enough: an expert that no token of a few small batches reaches has no gradient, either.
+        More than half are enough: an expert that no token of a few small batches reaches has no gradient, either.
         """
         baseline = self.baseline()
         if not isinstance(outcome, Completed) or baseline is None or baseline.measurement is None:
