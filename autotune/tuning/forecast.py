@@ -96,8 +96,8 @@ class Forecast:
     """Has memory predicted for one or more GPUs: sends each question once, and files the answer in each GPU's model.
 
     Questions whose answers are cached are never sent. A search starts with a few questions and sends others when it
-    needs them; ``complete`` sends them all. All callers together wait for ``patience_seconds`` at most. Answers
-    that come later still count. Without a ``submitter``, cached answers are all that is known.
+    needs them; ``complete`` sends all but the reserve. All callers together wait for ``patience_seconds`` at most.
+    Answers that come later still count. Without a ``submitter``, cached answers are all that is known.
     """
 
     def __init__(
