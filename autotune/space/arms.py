@@ -21,11 +21,11 @@ _BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), k
 
 
 def changed(arm: Arm, **values: Any) -> Arm:
-    """Return an arm with other settings; what is part of one that is now the default gets its default, too."""
+    """Return an arm with other settings. Settings that have no effect beside these get their defaults."""
     return _changed(arm, tuple(values.items()))
 
 
-# A search asks for the same again and again, of all its candidates after each trial.
+# Cached: a search asks for the same arms again and again, for all its candidates after each trial.
 @cache
 def _changed(arm: Arm, values: tuple[tuple[str, Any], ...]) -> Arm:
     other = dataclasses.replace(arm, **dict(values))
@@ -41,9 +41,10 @@ def _changed(arm: Arm, values: tuple[tuple[str, Any], ...]) -> Arm:
 def with_lever(
     arm: Arm, name: str, among: Collection[str], multiples: tuple[int, int] = (LENGTH_MULTIPLE, ROW_MULTIPLE)
 ) -> Arm:
-    """Return an arm with a lever as it is tried first, and with what belongs to it where that is ``among`` others.
+    """Return an arm with a lever as it is tried first, and with the setting that the lever is part of.
 
-    Rows without padding are filled, and padding to few lengths takes other ``multiples``, the first, than rows.
+    Rows without padding are also filled if ``length_multiple`` is ``among`` the levers. ``multiples`` has the tokens to
+    pad batches to multiples of, and to fill rows to.
     """
     row = BY_NAME[name]
     whole = {row.part_of: BY_NAME[row.part_of].values[1]} if row.part_of else {}
@@ -76,24 +77,24 @@ def prediction_class(arm: Arm) -> Arm:
     return dataclasses.replace(memory_class(arm), **reserving)
 
 
-# What a prediction is made without, since it follows from that of the arm without.
+# Settings that are not traced, since their prediction follows from that of the arm without them.
 _DERIVED = ("cuda_graphs", "length_multiple", "unpadded", "padding_free", "checkpointed_layers")
 
 
 def predicted_from(arm: Arm) -> tuple[Arm, Arm]:
-    """Return the arms whose traced steps say what an arm needs: without what is not traced, and without checkpointing,
-    as its layers are that recompute nothing."""
+    """Return the two arms whose traced steps say what an arm needs: the arm without settings that are not traced, and
+    the same without checkpointing, for its layers that recompute nothing."""
     plain = without(arm, _DERIVED)
     return plain, changed(plain, gradient_checkpointing=False)
 
 
 def as_asked(arm: Arm) -> Arm:
-    """Return an arm without what its memory does not depend on, as a prediction is asked for."""
+    """Return the arm to ask a prediction for: settings on which memory does not depend have their defaults."""
     return without(arm, [row.name for row in LEVERS if row.memory == "none"])
 
 
 def arm_that_computes(arm: Arm) -> Arm:
-    """Return the arm whose trace has the operations of an arm.
+    """Return the arm whose trace has the same operations as a step of an arm.
 
     A rank that keeps a part of the model computes what one with all of it does, so that under FSDP it is DDP's.
     """
@@ -104,7 +105,7 @@ def arm_that_computes(arm: Arm) -> Arm:
 
 @cache
 def needs_at_least(arm: Arm, other: Arm) -> bool:
-    """Return whether an arm needs at least as much memory as another: the same, or what the other saves."""
+    """Return whether an arm needs at least as much memory as another: it saves no more, and is the same otherwise."""
     for row in LEVERS:
         if row.saving is not None:
             if row.saving(arm) > row.saving(other):
@@ -116,9 +117,9 @@ def needs_at_least(arm: Arm, other: Arm) -> bool:
 
 @cache
 def never_slower(arm: Arm) -> frozenset[Arm]:
-    """Return the arms that are never slower than another one at the same batch, that arm left out.
+    """Return the other arms that are never slower than this one at the same batch.
 
-    An arm that differs in several settings is never slower either.
+    They differ in one or several settings, each of which is never slower.
     """
     arms = {arm}
     for row in LEVERS:
@@ -131,7 +132,7 @@ def inconvenience(arm: Arm) -> tuple[int, ...]:
     """Return a key by which the least intrusive of several arms is the smallest.
 
     Preferred in this order: bf16, then fp16, then tf32; DDP; no compilation; no checkpointing; no Liger kernels;
-    torch's default allocator; fewer data loader workers; no pinning to cores.
+    torch's default allocator; fewer data loader workers; no pinning to cores; no other levers (``Lever.preference``).
     """
     values = ((row, getattr(arm, row.name)) for row in _BY_PREFERENCE)
     return tuple(row.inconvenience(v) if row.inconvenience else row.values.index(v) for row, v in values)
@@ -167,7 +168,7 @@ def applied_settings(arm: Arm) -> dict[str, Any]:
 
 
 def levers_of(arm: Arm, names: Collection[str]) -> frozenset[str]:
-    """Return which of some settings an arm does not have at their defaults."""
+    """Return those of the named settings that an arm does not have at their defaults."""
     return frozenset(name for name in names if getattr(arm, name) != _DEFAULTS[name])
 
 
@@ -190,8 +191,8 @@ def is_predictable(arm: Arm, workload: Workload) -> bool:
 def why_unpredictable(arm: Arm, workload: Workload) -> str | None:
     """Return why memory cannot be predicted with fake tensors; ``None`` where it can.
 
-    Not where DoRA dequantizes weights by itself, nor where the sizes of tensors follow from the values of others, as
-    where models put images among tokens.
+    Two of the reasons: DoRA dequantizes weights by itself, and the sizes of tensors may follow from the values of
+    others, as where models put images among tokens.
     """
     is_zero = arm.zero_stage is not None
     if (is_zero and arm.fused_loss) or ((is_zero or arm.is_sharded) and arm.sparse_prediction):
@@ -210,7 +211,7 @@ def compiles(arm: Arm) -> bool:
 
 
 def trainer_fields(arm: Arm) -> dict[str, Any]:
-    """Return the fields of ``TrainingArguments`` that take a setting's own value."""
+    """Return the fields of ``TrainingArguments`` that take the value of one setting, with these values."""
     return {
         row.argument: getattr(arm, row.name)
         for row in LEVERS

@@ -18,7 +18,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 
 _NAME = "traintune"
-"""Of the distribution: on the package index, ``autotune`` is another project."""
+"""Name of the distribution: on the package index, ``autotune`` is another project."""
 
 
 def how_to_add(extra: str) -> str:
@@ -30,7 +30,7 @@ def how_to_add(extra: str) -> str:
 
 
 def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
-    """Return the install command for an environment.
+    """Return the command that installs an extra into the environment at ``prefix``.
 
     ``direct_url`` is the record of where the package came from (PEP 610), if there is one. uv and pipx leave a file of
     their own in the environment of a tool.
@@ -54,10 +54,10 @@ def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 OLD_ALLOCATOR_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 _NEW_NAME_SINCE = (2, 9)
-# Before, what goes into the functions of bitsandbytes was kept within a compiled checkpoint (bitsandbytes 0.50.2:
+# Older torch kept what goes into the functions of bitsandbytes within a compiled checkpoint (bitsandbytes 0.50.2:
 # tensors that torch 2.11.0, 2.12.0 and 2.13.0 saved on a CPU, 24 November 2026).
 _RECOMPUTES_QUANTIZED_SINCE = (2, 12)
-# A layer checkpoints its forward; before, what called it did (5.22.2 and 5.23.0, modeling_layers.py).
+# Since then a layer checkpoints its own forward; before, its caller did (5.22.2 and 5.23.0, modeling_layers.py).
 _CHECKPOINTS_WITHIN_SINCE = (5, 23)
 _EXPANDABLE = "expandable_segments"
 # Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels
@@ -111,7 +111,7 @@ def optim_package(optim: str) -> str | None:
     return next((package for package, names in _PACKAGE_OF_OPTIM if optim.startswith(names)), None)
 
 
-# Those of bitsandbytes whose state is known.
+# Optimizers of bitsandbytes whose state is known.
 _PREDICTED_OPTIMS = frozenset(
     {"adamw_bnb_8bit", "adamw_8bit", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"}
     | {"lion_8bit", "paged_lion_32bit", "paged_lion_8bit"}
@@ -166,7 +166,7 @@ def require(package: str, lever: str) -> None:
 
 
 def require_compiler(device_kind: str, lever: str) -> None:
-    """Raise ``InvalidRequestError`` where ``torch.compile`` would find no C or C++ compiler on this machine.
+    """Raise ``InvalidRequestError`` where ``torch.compile`` would lack a C or C++ compiler, or a GPU's Triton.
 
     Where it looks: ``torch/_inductor/config.py`` (``cpp.cxx``) for a CPU, ``triton/runtime/build.py`` for a GPU.
     """
@@ -219,7 +219,7 @@ def segments_expand(environment: Mapping[str, str]) -> bool | None:
 
 
 def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) -> str | None:
-    """Return the allocator settings with expandable segments set; ``None`` where the environment needs no change."""
+    """Return the allocator settings with expandable segments on or off; ``None`` where they are off by default."""
     settings = allocator_settings(environment)
     if not expand and _EXPANDABLE not in settings:
         return None

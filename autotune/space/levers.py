@@ -18,13 +18,13 @@ from autotune.core.workload import Task, Workload
 from autotune.space.features import DEEPSPEED, FLASH_ATTENTION, is_state_known, optim_package
 
 HALF: Mapping[str, Literal["bfloat16", "float16"]] = {"bf16": "bfloat16", "fp16": "float16"}
-"""The dtype that a precision computes in, of those with 16 bits."""
+"""The dtype that each precision with 16 bits computes in."""
 
-# TF32 is set through torch.
+# Neither library has a name for TF32, which is set through torch.
 ACCELERATE: dict[Precision, str] = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 LIGHTNING: dict[Precision, str] = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 OF_LIGHTNING: dict[str, Precision] = {name: precision for precision, name in LIGHTNING.items() if precision != "tf32"}
-"""Of Lightning's names; ``32-true`` is tf32 as well, where matrix products are."""
+"""The precision of Lightning's names; ``32-true`` is tf32 as well, where matrix products use it."""
 
 
 Memory = Literal["peak", "reserved", "none"]
@@ -50,7 +50,7 @@ class Training:
     shapes_vary: bool = False
     """Whether batches differ in length."""
     packs: bool = False
-    """Whether several samples are packed in a row, on whatever they are trained."""
+    """Whether several samples are packed in a row."""
     is_ordered: bool = False
     """Whether samples come in an order that their lengths decide."""
     is_read: bool = True
@@ -58,13 +58,13 @@ class Training:
     layers: int | None = None
     """How many layers of the model can recompute their activations; ``None`` where that is not known."""
     dtype: str = "float32"
-    """Of the weights."""
+    """The dtype of the weights."""
     obstacles: Mapping[str, str] = field(default_factory=dict)
-    """Why a Trainer of the user's own cannot have a lever, as was seen when it was looked at; by the lever."""
+    """By lever, why the user's own Trainer cannot have it, as the inspection found."""
 
     @classmethod
     def of(cls, workload: Workload, device_kind: str, ranks: int, layers: int | None = None) -> Training:
-        """Return what is known of a workload on so many ranks."""
+        """Return what is known of the training of a workload on this number of ranks."""
         data = workload.data
         lengths = data.facts.lengths if data is not None and data.facts is not None else None
         ends = (lengths.shortest, lengths.longest) if lengths is not None else ()
@@ -93,7 +93,7 @@ class Training:
 
 
 Obstacle = tuple[Callable[[Training], bool], str]
-"""Which trainings cannot have a lever, and why, as a format of the training."""
+"""Whether a training cannot have a lever, and why, in words that are formatted with the training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,14 @@ class Prior:
     source: str
     """Where the figures come from."""
     host: float = 1.0
-    """Factor by which the host's time for a step falls."""
+    """Factor on the host's time for a step, which is below 1 where it falls."""
     passing: float = 1.0
-    """Factor by which the GPU's time for operations falls that are limited by memory traffic. Compiling ten trainings
+    """Factor on the GPU's time for operations that are limited by memory traffic. Compiling ten trainings
     whose shares of such time are predicted left 0.1 to 0.5 of it, 0.3 in the median (H200, 23 and 24 November 2026)."""
     computing: float = 1.0
-    """Factor by which the GPU's other time falls."""
+    """Factor on the GPU's other time."""
     seconds: float = 0.0
-    """What a trial takes besides, mostly to compile."""
+    """Seconds that a trial takes in addition, mostly to compile."""
     is_unmasked: bool = False
     """Whether it is tried without an attention mask where no sample is padded: what traces a step makes the mask
     explicit, which keeps attention from its fast kernel."""
@@ -129,11 +129,11 @@ class Lever:
     values: tuple[Any, ...] = (False, True)
     """The values that a search chooses among, the preferred one first; none where they follow from something else."""
     part_of: str | None = None
-    """The setting without which it means nothing, so that it has its default where that one has."""
+    """The setting without which this one has no effect: where that setting has its default, so has this one."""
     is_idle: Callable[[Arm], bool] | None = None
-    """Whether it means nothing beside other settings, so that it has its default there."""
+    """Whether it has no effect beside the other settings of an arm, so that it has its default there."""
     argument: str | None = None
-    """The field of ``TrainingArguments`` that sets it to its own value, where it is not the default."""
+    """The field of ``TrainingArguments`` with the same value, which is set where that is not the default."""
     is_always_set: bool = False
     """Whether ``argument`` is set also where it is the default, so that training runs as it was measured."""
     memory: Memory = "peak"
@@ -160,7 +160,7 @@ class Lever:
     obstacles: tuple[Obstacle, ...] = ()
     """Why a training cannot have it; the first that applies is told."""
     option: str | None = None
-    """The option of a search, of a lever that ``auto`` tries on the best candidates only."""
+    """The option of a search for a lever that ``auto`` tries on the best candidates only; else ``None``."""
     prior: Prior | None = None
     """What is expected of it; a lever with one is tried on the best candidates once a search has its first answer."""
     stands_in_for: str | None = None
@@ -172,7 +172,7 @@ class Lever:
 
 
 def faster_precision(arm: Arm) -> Precision:
-    """Return a precision that is never slower.
+    """Return a precision that is never slower than the arm's, or the arm's own.
 
     fp32 computes on slower units than tf32, and fp16 is bf16 with loss scaling on top. That bf16 is faster than tf32 is
     only certain where it costs no casts in autocast: under FSDP and ZeRO, which also exchange half the bytes.
@@ -184,7 +184,7 @@ def faster_precision(arm: Arm) -> Precision:
 
 
 def _less_communication(arm: Arm) -> Any:
-    """Return the strategy that communicates less.
+    """Return a strategy that communicates less than the arm's, or the arm's own.
 
     FSDP that frees weights after the forward pass gathers them a second time. ZeRO-3 gathers weights in both passes,
     and ZeRO-2 once after the update.
@@ -210,10 +210,11 @@ _OWN_BATCHES = _without_trainer("only a Trainer's batches are changed")
 _OWN_LOSS = _without_trainer("your own loop computes its loss")
 
 LENGTH_MULTIPLE = 64
-"""Tokens of whose multiples batches have their lengths: few shapes, and 3 to 6 % more tokens on an H100's 512 to 1,024
-(25 November 2026)."""
+"""Batches are padded to multiples of this many tokens: few shapes, and 3 to 6 % more tokens at 512 to 1,024 (H100,
+25 November 2026)."""
 ROW_MULTIPLE = 1024
-"""Tokens to whose multiples rows are filled: five or six shapes with 16 samples of at most 1,024 (25 November 2026)."""
+"""Rows are filled to multiples of this many tokens: five or six shapes of 16 samples of up to 1,024 (25 November
+2026)."""
 EXPERTS = ("grouped_mm", "batched_mm", "eager")
 """How transformers computes a mixture of experts without further packages: all by one kernel, a copy of the weights for
 each token, or one after the other."""
@@ -223,7 +224,7 @@ _PLAIN_ATTENTIONS = ("sdpa", "eager")
 PRECISION_PREFERENCE: tuple[Precision, ...] = ("bf16", "fp16", "tf32", "fp32")
 
 LEVERS: tuple[Lever, ...] = (
-    # Recorded peaks of such twins on an H200 differ by at most 2 MiB, which is the loss scaler.
+    # Recorded peaks of precisions that are ``alike`` differ by at most 2 MiB on an H200, which is the loss scaler.
     Lever(
         "precision", PRECISION_PREFERENCE, alike=(("bf16", "fp16"), ("tf32", "fp32")),
         never_slower=faster_precision, preference=0, is_optunas=True,
@@ -318,7 +319,7 @@ LEVERS: tuple[Lever, ...] = (
             "checkpointing fewer layers", "H200, 23 November 2026: 1.4 × LoRA of an 8B model with every second layer"
         ),
     ),
-    # Asked for by name: what the copies between GPU and host cost was not measured.
+    # Only tried where asked for by name: what the copies between GPU and host cost was not measured.
     Lever(
         "offload_activations", part_of="gradient_checkpointing", saving=lambda arm: arm.offload_activations,
         never_slower=lambda arm: False, preference=13, excludes=("torch_compile",),
@@ -461,7 +462,7 @@ LEVERS: tuple[Lever, ...] = (
             "texts, 1.2 × Qwen2.5-0.5B, 1.65 × GPT-2; 1.0 × without graphs", host=0.97,
         ),
     ),
-    # Asked for by name: another numeric.
+    # Only tried where asked for by name: it computes in another numeric format.
     Lever(
         "float8", is_applied=True, is_idle=lambda arm: arm.precision not in HALF, preference=16,
         is_traced=operator.not_, package=lambda on: "torchao" if on else None, excludes=("use_liger_kernel",),
@@ -471,7 +472,7 @@ LEVERS: tuple[Lever, ...] = (
             _ON_SEVERAL_GPUS,
         ),
     ),
-    # Asked for by --any-order: another order of the samples. The longest batch is the same.
+    # Only tried with --any-order, since it changes the order of the samples. The longest batch is the same.
     Lever(
         "train_sampling_strategy", (None, "group_by_length"), argument="train_sampling_strategy", memory="none",
         preference=19, excludes=("padding_free",), option="any_order",

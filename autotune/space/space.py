@@ -47,7 +47,7 @@ def usable_cores() -> int:
 def next_loader(
     best: Candidate, measured: Measurement | None, tried: Collection[Candidate], cores: int, own_workers: int = 0
 ) -> Candidate | None:
-    """Return the next data loader setting to try for the best candidate; ``None`` where it hardly waits for data.
+    """Return the best candidate with the next data loader setting; ``None`` if it hardly waits, or none is left.
 
     Workers are doubled up to the number of cores, as long as that is faster; then more batches are prefetched. An arm
     without workers loads with ``own_workers``, which the user's own code sets.
@@ -84,7 +84,7 @@ def batches_ahead(arm: Arm) -> int:
 
 
 DEFAULT_MULTIPLE = 8
-# Tried one after another where no batch of the default multiple is possible.
+# Tried one after another where no batch of the default multiple is possible or fits.
 FALLBACK_MULTIPLES = (4, 2, 1)
 # Between multiples of 8 that are farther apart than this factor, even batches are tried with them. A choice.
 _FAR = 4
@@ -258,7 +258,7 @@ class Space:
     late: frozenset[str] = frozenset()
     """Settings that the best candidates may have besides, although no arm has them."""
     shapes_vary: bool = False
-    """Whether batches differ in length, where nothing is done about it."""
+    """Whether batches differ in length in arms without ``length_multiple``."""
     multiples: tuple[int, int] = (LENGTH_MULTIPLE, ROW_MULTIPLE)
     """The values of ``length_multiple``: of batches that are padded, and of rows that are filled."""
 
@@ -268,7 +268,7 @@ class Space:
 
     @cached_property
     def saving(self) -> Space | None:
-        """The same space with every memory-saving setting in each arm; ``None`` where there is no such setting.
+        """The same space with every memory-saving setting in each arm; ``None`` where no arm can have them.
 
         For models that do not fit otherwise.
         """
@@ -337,7 +337,7 @@ def _precisions_for_dtype(workload: Workload) -> tuple[Precision, ...]:
 def choose_precisions(
     asked: Sequence[Precision] | None, device_has: Sequence[Precision], device_name: str, workload: Workload
 ) -> tuple[Precision, ...]:
-    """Return the precisions to search, best first. Raises ``InvalidRequestError`` for an impossible request."""
+    """Return the precisions to search, best first. Raises an error for one that device or weights do not allow."""
     usable = _precisions_for_dtype(workload)
     for precision in asked or ():
         if precision not in device_has:
@@ -374,9 +374,9 @@ def choose_arms(
 ) -> tuple[Arm, ...]:
     """Return every combination of settings as an arm.
 
-    Arms without checkpointing come first, then the order is by preference of precision. Arms with expandable segments
-    come late: they are never faster at the same batch, so they are worth trying only where memory kept the best arm
-    from a larger one. Every arm has the ``settings``; combinations that exclude each other are left out.
+    Arms with expandable segments come last: they are never faster at the same batch, so they are worth trying only
+    where memory kept the best arm from a larger one. Before them, arms without checkpointing come first. The
+    precision varies fastest. Every arm has the ``settings``; arms whose settings exclude each other are left out.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(

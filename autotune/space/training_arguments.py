@@ -10,7 +10,7 @@ from autotune.core.dataset_spec import DataSpec
 from autotune.space.arms import trainer_fields
 
 # DeepSpeed's own 5e8 take 1 GB in 16 bits, twice, and gradients of smaller models are then exchanged after the backward
-# pass only. This is its default for what ZeRO-3 fetches ahead.
+# pass only. This number is DeepSpeed's default for what ZeRO-3 fetches ahead.
 REDUCE_BUCKET_ELEMENTS = 50_000_000
 EVALUATION_BATCH: Literal["per_device_eval_batch_size"] = "per_device_eval_batch_size"
 # transformers 5.18 and later rename gradient checkpointing, and deprecate the old name.
@@ -96,15 +96,15 @@ def training_arguments(
     return arguments
 
 
-# What turns a setting on again that another field turns off: TrainingArguments compile where a backend or a mode is
-# given, whatever torch_compile says.
+# By field that turns a setting off, other fields that would turn it on again: TrainingArguments compile where a backend
+# or a mode is given, whatever torch_compile says.
 _LINKED: dict[str, dict[str, None]] = {
     "torch_compile": {"torch_compile_backend": None, "torch_compile_mode": None},
 }
 
 
 def linked_fields(arguments: Mapping[str, Any]) -> dict[str, None]:
-    """Return the fields that must be turned off too, where ``arguments`` turn off a field that depends on them."""
+    """Return the fields that must be turned off too, since they would turn on what ``arguments`` turn off."""
     off = [linked for name, linked in _LINKED.items() if name in arguments and not arguments[name]]
     return {name: value for linked in off for name, value in linked.items()}
 

@@ -122,7 +122,7 @@ def _models_of(
     *,
     saves_memory: bool = False,
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
-    """Predict memory and operations for GPUs with flash attention and for GPUs without, which lack bf16 too.
+    """Predict memory and operations for GPUs with flash attention (``True``) and without, which lack bf16 too.
 
     One GPU stands for each kind: cuBLAS workspaces, at most 48 MiB apart, and the scratch of reductions are those of an
     H200. With ``saves_memory``, memory-saving arms are predicted as well.
@@ -177,7 +177,7 @@ def _supported_precisions(wanted: tuple[str, ...] | None, precisions: tuple[str,
 
 
 def _best_offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
-    """Return the fastest prediction for a number of GPUs of a kind, or the reason why there is none."""
+    """Return the fastest measured, else predicted step on some GPUs of a kind, or why there is none."""
 
     def refused(why: str) -> Offer:
         return Offer(chip, None, why, job.samples, price, count)
@@ -199,7 +199,7 @@ def _best_offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer
 
 
 def _why_nothing(chip: Chip, job: _Job) -> str:
-    """Return why the first configuration of a GPU has no prediction, where the reason is known."""
+    """Return the first known reason why a GPU has no prediction, after a colon; empty where none is known."""
     precisions = dict.fromkeys(arm.precision for arm in job.prepared.space.arms)
     if not set(precisions) & set(chip.precisions):
         return f": it has no {' or '.join(precisions)}"

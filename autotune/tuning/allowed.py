@@ -103,7 +103,7 @@ def _check_experts(request: SearchRequest) -> None:
 
 
 _MANY_LAYERS = 2**31
-"""As many as anyone asks for, where the model was not inspected yet."""
+"""Number of layers that is assumed where the model was not inspected yet: no request has more."""
 
 
 # The first transformers whose checkpointing takes ``offload`` (modeling_utils of 5.16 and 5.17 compared).
@@ -168,7 +168,7 @@ def _option_of(row: Lever) -> str:
 def _check_ranks_of_own_code(request: SearchRequest) -> None:
     """Raise ``InvalidRequestError`` where the user's own code cannot train on these GPUs with this strategy.
 
-    Whether a script trains with ``transformers.Trainer`` is known once it has been inspected.
+    Called again after the inspection, which tells whether a script trains with ``transformers.Trainer``.
     """
     source = request.workload.source
     given = [*(["--gpus"] if request.others else []), *(["--strategy"] if request.strategies is not None else [])]

@@ -1,9 +1,9 @@
-"""Go on once a search has its first answer: levers on what was measured, alone and together.
+"""Propose levers on measured candidates, alone and together, once a search has its first answer.
 
 Levers interact, so every measured candidate is a place to try one: with graphs another precision may be the fastest,
 and compiled a larger batch fits. This module says which candidates there are. What they are worth is said by the
 acquisition of ``autotune.tuning.policy``, as it is of all others: expected improvement, times the probability that they
-run and fit, for the seconds of a trial.
+run and fit, divided by the seconds of a trial.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from autotune.store.records import LeftOut
 from autotune.tuning.policy import is_beaten, worth
 
 _MOST_SECONDS = 120.0
-"""No trial of a lever is begun that would end later after the first answer than this. A choice."""
+"""No trial of a lever is begun where trials with levers would then take longer than this in total. A choice."""
 _LEAST_LIMIT_SECONDS, _LIMIT_TIMES = 60.0, 3.0
-"""A trial of a lever is ended after so many times what it is expected to take. A choice."""
+"""A trial of a lever may take these seconds, plus so many times what it is expected to take. A choice."""
 _MOST_ROOTS = 8
 """Levers are considered on so many of the fastest candidates. A choice."""
 _SURELY, _PERHAPS = 0.9, 0.3
-"""From which probability on that it is broken a lever is tried no more, and another is tried in its place. Choices."""
+"""Probabilities to be broken from which on a lever is tried no more, and another in its place. Choices."""
 _ALONG = frozenset(("unpadded", "non_blocking"))
-"""How other levers are tried, and not named beside them."""
+"""Levers that others are tried with, and that are not named beside them."""
 _GRAPHS, _FEWER_LAYERS, _EXPANDABLE = "cuda_graphs", "checkpointed_layers", "expandable_segments"
 
 
@@ -57,7 +57,7 @@ class Idea:
 
     @property
     def name(self) -> str:
-        """What is new about it."""
+        """What the candidate has that its root has not, in words."""
         one, arm, before = self.candidate, self.candidate.arm, self.root.arm
         new = {name for name in PRIORS if getattr(arm, name) != getattr(before, name)} & levers_of(arm, PRIORS)
         wholes = {BY_NAME[name].part_of for name in new}
@@ -96,7 +96,7 @@ class Anytime:
         return bool(self._late)
 
     def is_late(self, candidate: Candidate) -> bool:
-        """Return whether a candidate is tried after the first answer only: not so with what saves memory alone."""
+        """Return whether a candidate is only tried after the first answer: not with levers to save memory alone."""
         arm = without(candidate.arm, self._late & {_EXPANDABLE})
         return bool(levers_of(arm, self._late)) and arm not in self._saving
 
@@ -147,15 +147,15 @@ class Anytime:
     def candidates(self, history: History, among: Collection[Candidate]) -> dict[Candidate, Tried]:
         """Return what may be tried, each with the measured candidate that it differs from.
 
-        Of what ran and left too little memory, the same in segments that expand is one, too, and with levers the next
-        smaller batch.
+        A candidate that ran and left too little memory is also tried in expandable segments, and with levers at the
+        next smaller batch.
         """
         judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
         roots = sorted(history.believed(set(among)), key=speed_of, reverse=True)[:_MOST_ROOTS]
         over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
         pairs = [(root, each) for root in roots for each in self._changes(history, root.candidate, failed, doubtful)]
         for root in roots:
-            # What the host limits says little about a precision: captured, the faster one for the GPU may win.
+            # Host-bound steps say little about precisions: in a CUDA graph, the faster one on the GPU may win.
             for other in self._in_other_precisions(root.candidate):
                 pairs += [(root, other)] if levers_of(other.arm, self._late) else []
                 pairs += [(root, each) for each in self._changes(history, other, failed, doubtful)]
@@ -171,7 +171,7 @@ class Anytime:
         return found
 
     def _with_one_more(self, history: History, candidate: Candidate, root: Tried) -> dict[Candidate, Tried]:
-        """Return what a candidate becomes with each lever that it may have besides its own."""
+        """Return a candidate with each further lever that it may have; the value of each is ``root``."""
         judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
         further = (self._with(candidate, row, failed) for row in self._rows(candidate, failed, doubtful))
         return {each: root for each in further if self._can_be(history, judge, root, each)}
@@ -181,7 +181,7 @@ class Anytime:
         arm = candidate.arm
         is_compiled_anew = arm.torch_compile and not root.candidate.arm.torch_compile
         if is_compiled_anew and root.measurement and root.measurement.allocation_retries:
-            # Its allocator met the cap. Of Qwen3-32B with QLoRA, what the compiler needs besides did not fit then.
+            # The allocator met the cap. With Qwen3-32B and QLoRA, what the compiler needs in addition did not fit then.
             return False
         # Each new length may compile anew, so that there are to be few.
         compiles_without_end = self._space.shapes_vary and arm.torch_compile and arm.length_multiple is None
@@ -190,7 +190,7 @@ class Anytime:
         return self._space.contains(candidate) and judge.is_open(candidate) and not is_beaten(history, candidate)
 
     def _in_other_precisions(self, candidate: Candidate) -> list[Candidate]:
-        """Return a candidate in each other precision of the space, but those that another one replaces."""
+        """Return a candidate in each other precision of the space, but those for which a faster one is among them."""
         among = {arm.precision for arm in self._space.arms}
         others = [changed(candidate.arm, precision=each) for each in sorted(among - {candidate.arm.precision})]
         return [replace(candidate, arm=arm) for arm in others if faster_precision(arm) not in among - {arm.precision}]
@@ -198,7 +198,7 @@ class Anytime:
     def _changes(
         self, history: History, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]
     ) -> Iterator[Candidate]:
-        """Yield what a candidate becomes with a lever, with two, or with fewer layers that recompute."""
+        """Yield variants: with one or two levers more, fewer layers that recompute, or the next batch up or down."""
         rows = self._rows(candidate, failed, doubtful)
         for row in rows:
             changed_one = self._with(candidate, row, failed)
@@ -220,11 +220,11 @@ class Anytime:
         """Return a candidate with a lever and what belongs to it."""
         arm = candidate.arm
         if PRIORS[row.name].is_unmasked:
-            # A compiler has processes of its own, and what is replayed needs no fast host.
+            # Not pinned: a compiler has processes of its own, and a replayed graph needs no fast host.
             may_be = "unpadded" in self._late - failed
             is_unpadded = may_be and arm.length_multiple is None and not arm.padding_free
             arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
-        # It costs nothing, and what other levers leave of the host's time is hidden by it.
+        # Not waiting for the GPU costs nothing, and hides what other levers leave of the host's time.
         arm = changed(arm, non_blocking=arm.non_blocking or "non_blocking" in self._late - failed)
         return replace(candidate, arm=with_lever(arm, row.name, self._late, self._space.multiples))
 
@@ -248,7 +248,7 @@ class Anytime:
         return not self._late.isdisjoint({name, row.part_of}) and name not in failed and not excluding(with_it)
 
     def _beside(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
-        """Return the candidates at larger or smaller batches of no lower multiple, or of any; the nearest first."""
+        """Return the arm at larger or smaller batches, of no lower multiple unless ``any_level``; the nearest first."""
         batches, batch = self._space.batches, candidate.per_device_train_batch_size
         levels = [level for level in batches.levels() if any_level or level >= batches.level(batch)]
         ladder = sorted(each for level in levels for each in batches.at_level(level))

@@ -21,7 +21,7 @@ from autotune.tuning.request import SearchRequest
 _BASELINE_SPREAD = 0.03
 # A candidate slower than this fraction of the best is not measured further, where processes deviate by less than that.
 _BEHIND = 0.85
-# Of a host that goes on, the timed steps wait: they took up to 1.65 times as long (GPT-2 on texts, H200). A choice.
+# With ``non_blocking`` only timed steps wait for the GPU: up to 1.65 times as long (GPT-2 on texts, H200). A choice.
 _WAITING = 1.7
 # Final trials may take this many times longer where the machine is noisy; where it is quiet, a few steps are enough.
 # Four steps of an LLM on a busy host were 5 % off the mean of a hundred.
@@ -47,14 +47,14 @@ _TIMEOUT_TIMES = 4.0
 # 225 samples/s in the 0.2 s of a trial, and at 210 to 218 from 1.5 s on, at 680 to 710 W of 700 (H200, 24 November
 # 2026).
 _SUSTAINED_SECONDS, _SUSTAINED_STEPS = 1.5, 150
-# As many as show a slow step that comes at least every so manyth time. A choice.
+# A slow step that comes at least once in this many is among them. A choice.
 _FINAL_STEPS = 20
 
 
 def effort_of(
     request: SearchRequest, candidate: Candidate, stage: Stage, best: Tried | None, history: History
 ) -> Effort:
-    """Return the effort of the next trial, with ``best`` as the one to beat."""
+    """Return how long a candidate's trial measures; a search trial ends early where it is far behind ``best``."""
     effort = patience(request.effort, candidate.arm)
     if stage == "final" or candidate.arm.torch_compile:
         # A candidate that compiles is measured so at once, since a second trial would compile again.
@@ -87,7 +87,7 @@ def effort_of(
 
 
 def _profiled(effort: Effort, request: SearchRequest, candidate: Candidate, history: History) -> Effort:
-    """Ask for the GPU's share of a step where it is not known, since rules and the report depend on it.
+    """Return the effort with a step that measures the GPU's busy share, where rules and the report need it.
 
     Not for a smaller batch than one measured: it keeps the GPU no busier, and is seldom the winner.
     """
@@ -114,9 +114,10 @@ def _final_micro_steps(candidate: Candidate, effort: Effort, history: History) -
 def timeout_seconds(
     request: SearchRequest, parameters: int, candidate: Candidate, effort: Effort, history: History
 ) -> float:
-    """Return the trial's timeout in seconds: the request's limit plus the expected time of its steps.
+    """Return the trial's timeout in seconds: a limit, plus generous times for its steps.
 
-    Without a limit of the user's it grows with the model, and where no speed is known, with what a step computes.
+    The limit is the user's, or grows with the model. Where no speed is known, the times follow from what a step
+    computes; a limit of the user's is then the timeout.
     """
     limit = _USUAL_SECONDS if request.trial_timeout_seconds is None else request.trial_timeout_seconds
     if request.trial_timeout_seconds is None:

@@ -107,7 +107,7 @@ def _ranks(placement: Placement) -> Document:
     """Return the record of several ranks: their number, NCCL, and the links between the GPUs."""
     nccl = {
         "version": next(filter(None, map(version_of, _NCCL)), None),
-        # They choose links, protocols and the number of channels.
+        # These variables choose links, protocols and the number of channels.
         "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
     }
     return {
@@ -125,7 +125,7 @@ def measured_environment(environment: Document) -> Document:
     """Select the part of an environment that affects measurements on any machine of the same kind."""
     facts = {key: value for key, value in environment.items() if key not in _NOT_IN_KIND}
     if "ranks" in facts:
-        # Once recorded here; it belongs to the arm.
+        # The strategy was once recorded here; it belongs to the arm.
         facts["ranks"] = {key: value for key, value in facts["ranks"].items() if key != "strategy"}
     return facts
 
@@ -160,7 +160,7 @@ def comparable_environment(today: Document, recorded: Document) -> Document:
     """Select those facts of today's environment that an earlier version of autotune recorded too."""
     facts: dict[str, Any] = measured_environment(today)
     facts = {key: value for key, value in facts.items() if key in recorded or value is None}
-    # The host was recorded from when on more of the variables were.
+    # Records without a host are from before more variables were recorded.
     if "host" not in recorded and "variables" in facts:
         facts["variables"] = {name: facts["variables"][name] for name in facts["variables"] if name in _FIRST_VARIABLES}
     return facts

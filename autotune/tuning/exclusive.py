@@ -58,7 +58,7 @@ def take_turn(
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
     ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search holds them,
     its end is waited for; without ``wait`` such a GPU is a ``DeviceError``, such a study a ``StorageError``. A CPU may
-    be shared, which is said. So is a folder in which no lock can be kept, and then nothing is held.
+    be shared, with a note. Where no lock can be kept in the folder, a note says so, and nothing is held.
     """
     with contextlib.ExitStack() as stack:
         name, has_waited = None, False
@@ -104,8 +104,8 @@ def _hold_devices(
 ) -> bool:
     """Lock all devices. Return whether another search had to end first."""
     has_waited = False
-    # In one order everywhere, and after that of the study, so that no two searches wait for each other. Ranks may share
-    # the CPU.
+    # Locks are taken in one order everywhere, after the lock of the study, so that no two searches wait for each other.
+    # Ranks may share the CPU.
     for device in sorted({device.uuid: device for device in devices}.values(), key=lambda one: one.uuid):
         label = f"{device.label} ({device.name})"
         lock = stack.enter_context(Lock(device.uuid))

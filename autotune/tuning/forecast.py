@@ -1,6 +1,6 @@
-"""Predict the memory of a search's candidates: jobs beside the trials answer what the store has no answer to.
+"""Predict the memory of a search's candidates: jobs of worker processes answer what the store has no answer to.
 
-What a trial depends on is predicted before it, and no prediction runs beside a trial.
+What a trial depends on is predicted before it. No prediction runs beside a trial, unless that is the baseline.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _MOST_RUNGS = 12
 
 
 class Submitter(Protocol):
-    """Runs prediction jobs beside the trials."""
+    """Runs prediction jobs in processes of their own."""
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a job without waiting for it."""
@@ -69,7 +69,7 @@ class Target:
     reserve: Sequence[Question] = ()
     """Questions that are only asked where nothing else is predicted to fit, or a trial is about them."""
     traced: Mapping[Arm, str] = field(default_factory=dict)
-    """Of the user's own code, the packed traces of its inspection by what decides what a step allocates."""
+    """For the user's own code: the packed traces of its inspection, by the ``_allocation_class`` of their arms."""
 
 
 @dataclass
@@ -96,8 +96,8 @@ class Forecast:
     """Has memory predicted for one or more GPUs: sends each question once, and files the answer in each GPU's model.
 
     Questions whose answers are cached are never sent. A search starts with a few questions and sends others when it
-    needs them; ``complete`` sends them all. No caller waits longer than ``patience_seconds`` in total. Answers that
-    come later still count. Without a ``submitter``, cached answers are all that is known.
+    needs them; ``complete`` sends all but the reserve. All callers together wait for ``patience_seconds`` at most.
+    Answers that come later still count. Without a ``submitter``, cached answers are all that is known.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Forecast:
         self._fill()
 
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
-        """Wait until the ``upcoming`` arm has its answers and no job is running.
+        """Wait until the ``upcoming`` arm has its answers and no job is running, or patience is exhausted.
 
         An answer may change which arm is the upcoming one, so that it is looked up again after each. Where nothing is
         predicted to fit, all other questions follow, and then the reserve.
@@ -260,7 +260,7 @@ class Forecast:
 
 
 def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> Iterable[_Inquiry]:
-    """Yield every question once, in order. GPUs with equal answers share a question."""
+    """Return every question once, in order. GPUs with equal answers share a question."""
     inquiries: dict[PredictionWork, _Inquiry] = {}
     for in_reserve in (False, True):
         for target, model in zip(targets, models, strict=True):
@@ -392,8 +392,8 @@ class LookAhead:
     def is_ready(self) -> bool:
         """Return whether the predictions for the next trial are complete, so that the trial may start.
 
-        Predictions and trials slow each other down. Without a running trial this waits for the predictions. With a
-        running trial, the next trial waits for its end unless its predictions are complete.
+        Predictions and trials slow each other down. Without a running trial this waits for the predictions. While a
+        trial runs, the next one is ready only if the predictions for it are complete.
         """
         forecast = self._forecast
         if forecast is None or forecast.is_complete:

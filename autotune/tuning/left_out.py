@@ -70,8 +70,8 @@ _IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
 def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Arm]) -> tuple[str, ...]:
     """Return short names for some arms: ``Arm.describe`` of one, or words for a group: ``all fp16``.
 
-    Words name all of ``others``, which contain ``arms``, with a setting in common. They say ``other`` where more of
-    ``every`` arm have this setting.
+    Words for a group stand for all of ``others`` (which contain ``arms``) that have a setting in common. They say
+    ``other`` where more of ``every`` arm have this setting.
     """
     left = list(arms)
     # Names in the order of the first arm that each stands for.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Ask = Callable[[LookWork], LookAnswer]
 """Runs the first steps of some settings; raises ``TrialServerError`` where no process can."""
 
-# What one process computes is the same with these.
+# Settings that do not change what one process computes.
 _BESIDE = (
     "strategy", "dp_shard_size", "context_parallel", "expandable_segments", "cpu_affinity", "dataloader_num_workers",
     "non_blocking", "train_sampling_strategy",
@@ -128,7 +128,7 @@ class Looker:
         else:
             split, winners = small_splits(self._asked, winner)
         if self._is_batch_free:
-            # Another batch was asked for.
+            # Where the batch is free, any batch is what was asked for.
             split = winners
         is_measured = self._work.as_measured
         arm, winners_arm = (simplified_for_look(each.arm, as_measured=is_measured) for each in (self._asked, winner))
@@ -283,7 +283,7 @@ class _TooLargeError(Exception):
 Rehearse = Callable[[Candidate, float], Rehearsal | None]
 """Rehearses a winner after so many seconds of searching; ``None`` where its run is no more than its steps."""
 
-# Share of the search that a part may take, and its bounds in seconds. Choices.
+# Share of the search's time that a part of a rehearsal may take, and its bounds in seconds. Choices.
 _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.03, 2.0, 20.0
 # Each batch of an evaluation that is tried on several ranks starts them anew. A choice.
 _SMALLER_BY = 4
@@ -294,7 +294,7 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
     request, source = prepared.request, prepared.request.workload.source
 
     def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
-        """Rehearse with a candidate; return ``None`` where its code does not support this."""
+        """Return the rehearsal; ``None`` where the code does not support it, or for a model by name on one rank."""
         ranks = candidate.arm.ranks
         if source.framework == "placeholders" if source is not None else ranks == 1:
             return None

@@ -1,4 +1,4 @@
-"""Run the search: ask what to try, run it, record how it ended and tell it, with every slot of the executor busy."""
+"""Run the search: ask Optuna's study for steps, run their trials in all slots, record and report the outcomes."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ from autotune.tuning.request import SearchRequest
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study
 
-# So many settings beside the user's own that fail with the same words end a search. A choice.
+# A search ends where the user's own settings and this many others fail with the same message. A choice.
 _FAIL_ALIKE = 2
-# Earlier trials are used where one of them runs now within its interval, or this difference. A choice.
+# Earlier trials are reused if one of them, measured again, differs by no more than its interval or this. A choice.
 _SAME_HOUR = 0.05
-# Winners that may run out of memory beyond their first steps before one of them is the answer all the same. A choice.
+# Once this many winners ran out of memory in a rehearsal, the next one is the answer in any case. A choice.
 _MOST_DEATHS = 8
 
 
@@ -101,7 +101,7 @@ class _Running:
     started_seconds: float
     said_seconds: float
     progress: Progress
-    """What it said last, and when."""
+    """The trial's last report, which came at ``said_seconds`` of the clock."""
 
 
 class Search:
@@ -123,7 +123,7 @@ class Search:
         self._prepared = prepared
         self._looker, self._rehearse = looker, rehearse
         self._died: list[tuple[list[Tried], Rehearsal]] = []
-        """Trials of winners that run out of memory beyond their first steps."""
+        """For each winner whose rehearsal ran out of memory: the trials that this ruled out, and the rehearsal."""
         self._request = prepared.request
         self._executor = executor
         self._store = store
@@ -152,7 +152,7 @@ class Search:
         )
         self._library: Library | None = None
         self._control: Candidate | None = None
-        """What was measured again to see whether the machine is as fast as in earlier searches."""
+        """The candidate that is measured again to see whether the machine is as fast as in earlier searches."""
         self._level = prepared.space.batches.levels()[0]
         self._clock = clock
         self._started = clock()
@@ -181,7 +181,7 @@ class Search:
     # The study
 
     def _open(self) -> None:
-        """Open the study, new or recorded, and load its trials."""
+        """Open the study, new or recorded; build the plan, Optuna's study and the library of earlier trials."""
         opened = open_study(self._prepared, self._store)
         self._prepared, request = opened.prepared, self._request
         self._history.ceiling = self._prepared.ceiling
@@ -199,7 +199,7 @@ class Search:
         self._next_number = max((trial.number for trial in (*opened.trials, *opened.elsewhere)), default=-1) + 1
         for note in opened.notes:
             self._observer.note(note)
-        # The user's own code may import and read files that have changed since.
+        # Not for the user's own code, which may import and read files that have changed since.
         if not request.fresh and request.workload.source is None:
             past = self._store.past_trials(opened.study)
             self._library = Library(past, self._prepared.ceiling, self._history.memory)
@@ -231,6 +231,7 @@ class Search:
                 self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
     def _record_end(self, stop: Stop) -> None:
+        """Record that the search ended, why, the best trial, and what was left out."""
         # A signal may come between a trial's record and its run, or while its end is written.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         self._keep_best(
@@ -242,7 +243,7 @@ class Search:
         )
 
     def _left_out(self, stop: Stop) -> tuple[LeftOut, ...]:
-        """Return the arms without a trial and the reasons, where the search ended because nothing was worth a trial."""
+        """Return arms without a trial and failing levers, with the reasons; empty unless nothing was left to try."""
         if stop != NOTHING_LEFT or self._request.objective != "throughput":
             return ()
         return (*left_out_arms(self._prepared.space, self._history), *self._plan.anytime.left_out(self._history))
@@ -281,7 +282,7 @@ class Search:
             self._react()
 
     def _check_same_training(self) -> bool:
-        """Compare the winner's training with the requested one. Return whether to go on without some levers."""
+        """Compare the winner's training with the requested one; rule out levers that change it. Return if any do."""
         best = self._plan.best()
         if self._looker is None or best is None or self._interruption.asked:
             return False
@@ -290,7 +291,7 @@ class Search:
         look = replace(verdict.look, seconds=verdict.look.seconds + (before.seconds if before else 0.0))
         if before is not None:
             look = replace(look, ruled_out=(*before.ruled_out, *look.ruled_out))
-        # It is written with the end of the search, as a rehearsal is.
+        # The look is written to the database with the end of the search, as a rehearsal is.
         self._study = replace(self._study, look=look)
         if not verdict.levers:
             return False
@@ -302,10 +303,10 @@ class Search:
         return True
 
     def _rehearse_winner(self) -> bool:
-        """Rehearse a long run with the winner; return whether the search goes on with smaller batches.
+        """Rehearse a long run with the winner; return whether the search goes on with what needs less memory.
 
-        It goes on where the rehearsal runs out of memory and a smaller batch may not. Where no candidate passes, the
-        first winner is the answer, with a warning.
+        The search goes on where the rehearsal runs out of memory and a smaller batch may not. Where no candidate
+        passes, the first winner is the answer, with a warning.
         """
         best, look, died = self._plan.best(), self._study.look, self._died
         if self._rehearse is None or self._interruption.asked:
@@ -333,7 +334,7 @@ class Search:
         for tried in self._history.feasible():
             over = self._history.ruled_out_by(tried.candidate)
             if over is not None and over.outcome == outcome and tried.trial_id in self._plan.records:
-                # It needs as much.
+                # This candidate needs at least as much memory as the winner.
                 trials.append(tried)
                 self._change(tried, outcome)
         return True
@@ -346,7 +347,7 @@ class Search:
     def _fill_slots(self) -> Stop | None:
         """Start trials while slots are free.
 
-        Return why the search starts no more, or ``None`` while trials may decide that.
+        Return why the search starts no more; ``None`` where all slots are busy, or running trials decide what is next.
         """
         while len(self._running) < len(self._executor.slots):
             stop = INTERRUPTED if self._interruption.asked else self._plan.exhausted()
@@ -403,7 +404,7 @@ class Search:
         self._level = level
 
     def _try(self, step: Step, asked: optuna.Trial) -> None:
-        """Reuse the candidate's outcome of an earlier trial where possible, else start a trial."""
+        """Start a trial of a step, or first of a control of earlier searches; reuse an earlier outcome if possible."""
         candidate, stage, study = step.candidate, step.stage, self._study
         if (control := self._next_control(step)) is not None:
             candidate, stage = control, "final"
@@ -424,7 +425,7 @@ class Search:
             self._reuse(record, known)
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
             while is_exact and (another := self._reusable_outcome(candidate, "final", effort)) is not None:
-                # Every process that measured it counts, not the latest alone.
+                # Every process that measured the candidate counts, not the latest alone.
                 number, self._next_number = self._next_number, self._next_number + 1
                 self._reuse(replace(record, number=number, id=new_id()), another)
             return
@@ -451,7 +452,7 @@ class Search:
     def _job(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
         """Return the job that runs a trial."""
         request, candidate, source = self._request, record.candidate, self._request.workload.source
-        # A script may need its settings on its command line, so that it has none of its own.
+        # A script that gets all settings on its command line has none of its own.
         has_own = source is not None and (source.kind == "loop" or self._prepared.model.own is not None)
         return TrialJob(
             trial_id=record.id,
@@ -466,7 +467,7 @@ class Search:
         )
 
     def _react(self) -> None:
-        """Wait for the next event or outcome of the running trials, and record it."""
+        """Wait for the next report of a running trial: pass its progress to the observer, or record its outcome."""
         trial_id, report = self._executor.wait()
         if isinstance(report, Progress):
             running = self._running[trial_id]
@@ -481,7 +482,7 @@ class Search:
         self._take(replace(trial.record, outcome=report, seconds=seconds))
 
     def _take(self, ended: TrialRecord) -> None:
-        """Record a trial that ended. Raise ``NoResultError`` where all later trials would fail alike."""
+        """Tell plan and observer of a trial that ended. Raise an error where all later trials would fail alike."""
         expected = self._history.speed(ended.candidate)
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
@@ -498,7 +499,7 @@ class Search:
         """Raise ``NoResultError`` where the training cannot have a requested setting, so that every trial fails.
 
         A smaller batch does not help. Which samples a model keeps apart depends on its attention, so each attention has
-        to have failed. The baseline is a training without the requested setting.
+        to have failed. The baseline does not count: it trains without the requested setting.
         """
         searched = [trial for trial in self._plan.records.values() if trial.stage != "baseline"]
         outcomes = {trial.candidate.arm: trial.outcome for trial in searched}
@@ -516,8 +517,8 @@ class Search:
     def _raise_if_others_fail_too(self, ended: TrialRecord) -> None:
         """Raise ``NoResultError`` where the user's own settings and two others failed with the same message.
 
-        Numbers in the messages may differ. A failure of the own settings alone, such as too few steps of a large batch,
-        leaves out the reference only.
+        Numbers in the messages may differ. Where the own settings alone fail, as with too few steps of a large batch,
+        the search only lacks its reference.
         """
         source, outcome = self._request.workload.source, ended.outcome
         if source is None or not isinstance(outcome, Failed) or outcome.reason != "error" or self._plan.best():
@@ -536,7 +537,7 @@ class Search:
             )
 
     def _raise_if_nothing_begins(self, ended: TrialRecord) -> None:
-        """Raise ``NothingFitsError`` where the user's own code ran out of memory twice before it trained.
+        """Raise ``NothingFitsError`` where all trials, at least two, of own code ran out of memory before training.
 
         The memory that it uses before training, such as for its data, is the same for every batch.
         """
@@ -552,10 +553,10 @@ class Search:
         )
 
     def _next_control(self, step: Step) -> Candidate | None:
-        """Return the earlier searches' fastest candidate, to measure it again before comparisons with these searches.
+        """Return the fastest reused candidate, to measure it again before a new trial is compared with reused ones.
 
-        If possible it needs no compilation. ``None`` where no earlier measurement is used, the next trial needs no
-        comparison, or the candidate was measured again already.
+        If possible it needs no compilation. ``None`` where no earlier measurement is reused, the next step is reused
+        too, or a candidate was measured again already.
         """
         if self._library is None or self._control is not None or self._request.objective != "throughput":
             return None
@@ -570,7 +571,7 @@ class Search:
         return self._control
 
     def _compare_hours(self, ended: TrialRecord, expected: Speed) -> None:
-        """Drop the measurements of earlier searches where the repeated trial differs significantly from them."""
+        """Drop all measurements of earlier searches where the repeated trial has a significantly different speed."""
         if self._library is None or not isinstance(ended.outcome, Completed) or any(self._plan.owed):
             return
         ratio = ended.outcome.measurement.samples_per_second / expected.samples_per_second
@@ -584,7 +585,7 @@ class Search:
         )
 
     def _reusable_outcome(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
-        """Return the outcome of a candidate from earlier studies; a second measurement needs a new process."""
+        """Return a candidate's outcome from earlier studies, of a process not used yet; ``None`` without one."""
         if self._library is None:
             return None
         known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}

@@ -69,7 +69,7 @@ class Narrator:
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
         """Print the trial's line."""
         assert self._prepared is not None, "begins comes first"
-        # A trial that is taken from an earlier search did not begin.
+        # For a reused trial, ``trial_begins`` was not called.
         self._begin_table()
         best = self._winner(history, self._prepared)
         self._say(self._row(trial, history, self._prepared, best), None)

@@ -319,8 +319,8 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
 def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int = 1) -> Workload | None:
     """Return the workload of the user's own code: ``trainer``, ``loop`` or ``script``; ``None`` for a model name.
 
-    A launcher of a script may start ``ranks`` processes. Raises ``InvalidRequestError`` where several of them are
-    given, none, or options (``given`` on the command line) without effect on own code.
+    A launcher of a script may start ``ranks`` processes. Raises ``InvalidRequestError`` where several of these or no
+    model are named, or where options that the user has ``given`` have no effect on own code.
     """
     trainer, loop, script = options["trainer"], options["loop"], options["script"]
     named = {

@@ -48,7 +48,7 @@ class PlanSampler(BaseSampler):
         """See ``BaseSampler``."""
         if self.next is not None:
             params = params_of(self.next, self._names)
-            # What the study does not know is drawn, and the trial teaches nothing.
+            # A value that the study does not know is left to be drawn; the trial is then reported as failed.
             kinds = {name: kind for name, kind in self._names.items() if isinstance(kind, CategoricalDistribution)}
             return {name: each for name, each in params.items() if name not in kinds or each in kinds[name].choices}
         return self._other.sample_relative(study, trial, search_space)
@@ -84,8 +84,8 @@ class OptunaStudy:
     def ask(self) -> tuple[Step, optuna.Trial] | None:
         """Return the next step with its Optuna trial; ``None`` where the plan has none now.
 
-        Other samplers know neither memory nor earlier trials. The judge may refuse their candidates, which are then not
-        run.
+        Optuna's own samplers know neither memory nor earlier trials. The judge may refuse their candidates, which are
+        then not run.
         """
         while (step := self._plan.next()) is not None:
             self._sampler.next = step.candidate if step != DRAW else None
@@ -131,8 +131,8 @@ _FOREIGN_FEWEST_FREE_BATCHES = 16
 def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> dict[str, BaseDistribution]:
     """Return the Optuna search space, which is the same for every trial of a study, the baseline included.
 
-    Accumulation is not a parameter: the effective batch determines it, which Optuna cannot express. It is recorded as a
-    user attribute.
+    Accumulation is not a parameter: the effective batch determines it, which Optuna cannot express. Exported trials
+    have it as a user attribute.
     """
     late = [BY_NAME[name] for name in space.late if BY_NAME[name].option]
     variants = (changed(arm, **{row.name: value}) for arm in space.arms for row in late for value in row.values)

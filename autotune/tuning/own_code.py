@@ -108,7 +108,7 @@ def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequ
     optim = model.own.optim if model.own is not None else OWN_OPTIM
     source = request.workload.source
     assert source is not None
-    # A study that is resumed has recorded that name.
+    # The request of a resumed study names ``OWN_OPTIM``.
     if {*request.optims} - {OWN_OPTIM} and optim == OWN_OPTIM:
         raise InvalidRequestError(
             f"--optim {','.join(request.optims)} does not apply to {source.name}, which makes its optimizer itself",
@@ -130,7 +130,7 @@ def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequ
 def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """Return the requested effective batch, or else the code's own; ``None`` where the batch is free.
 
-    Raises ``InvalidRequestError`` where placeholders set the code's batch and cannot produce the requested one.
+    Raises ``InvalidRequestError`` where the code cannot train at the requested one, or its own is not known.
     """
     asked, own, source = request.effective_batch, model.own_candidate, request.workload.source
     assert source is not None

@@ -23,18 +23,18 @@ from autotune.tuning.policy import Policy, pinned, to_measure_again
 from autotune.tuning.prepare import Prepared
 
 _LEAST_TRAINED = 0.5
-"""Share of the tensors that the baseline trains below which a trial trains something else. A choice."""
+"""A trial that trains no more than this share of the baseline's tensors is another training. A choice."""
 # Once measuring again has taken a minute and this share of a search, rivals are not told apart any further. A choice:
 # on a host whose processes differed by 20 %, six such trials of four candidates took 95 of a search's 219 s (LoRA of
 # Llama-3.1-8B, H200, 23 November 2026).
 _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
 
 
-# A trial may be so much shorter than the first one. A choice.
+# After a single trial, the next one is expected to take at least the same seconds divided by this. A choice.
 _BASELINE_TIMES = 2.0
 
 DRAW: Final = "draw"
-"""What is next where nothing is due, and one of Optuna's samplers is to draw a candidate."""
+"""The result of ``Plan.next`` where nothing is due, and one of Optuna's samplers is to draw a candidate."""
 # After this many refused draws in a row, a sampler is taken to have nothing new. A choice.
 _MOST_REFUSALS = 64
 _NOTHING_NEW = Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
@@ -47,7 +47,7 @@ class Step:
     stage: Stage
     candidate: Candidate
     why: str = ""
-    """What is expected of it, in words; empty where the search has no first answer yet."""
+    """What is expected of a lever, in words; empty for other steps."""
     limit_seconds: float = math.inf
     """How long the trial may take, if that is less than any trial may."""
 
@@ -63,7 +63,7 @@ class Plan:
         clock: Callable[[], float] = time.monotonic,
         spent_seconds: float = 0.0,
     ) -> None:
-        """Plan what is due, and what a policy proposes; without one, Optuna's sampler draws."""
+        """Take the ``policy`` (``None``: Optuna's sampler draws) and the seconds that earlier runs took."""
         self._prepared, self._request, self._space = prepared, prepared.request, prepared.space
         self.history = history
         self._policy = policy
@@ -94,13 +94,13 @@ class Plan:
         self.history.pending.append(trial.candidate)
 
     def take(self, trial: TrialRecord) -> None:
-        """Record a trial that ended, unless it says nothing about its candidate and is repeated."""
+        """Record a trial that ended. Where it says nothing about its candidate, it is repeated and does not count."""
         if self.pending.pop(trial.id, None) is not None:
             self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
         self._refused = 0
         if self.anytime.is_late(trial.candidate):
-            # A study that goes on.
+            # The study is continued after its first answer.
             self._has_answer = True
         counts = self._again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
@@ -112,7 +112,7 @@ class Plan:
     def judged(self, outcome: Outcome) -> Outcome:
         """Return a trial's outcome; a failure where it trained far fewer tensors than the baseline.
 
-        An expert that no token of a few small batches reaches has no gradient, either, so that only half of them tell.
+        More than half are enough: an expert that no token of a few small batches reaches has no gradient, either.
         """
         baseline = self.baseline()
         if not isinstance(outcome, Completed) or baseline is None or baseline.measurement is None:
@@ -124,9 +124,9 @@ class Plan:
         return Failed("other_training", f"trains {trained} of {every} tensors, the baseline {asked}", during="train")
 
     def rule_out(self, levers: Collection[str], of: Candidate, outcome: Failed) -> list[str]:
-        """Go on without settings that a candidate has, since they make another training.
+        """Propose ``levers`` no more, since with them ``of`` is another training than the requested one.
 
-        Return the ids of its trials, and those of others with one of them, whose ``outcome`` this is now."""
+        Trials that share the value of such a lever with ``of`` get this ``outcome``; return their ids."""
         self.anytime.leave_out(levers)
         self._upcoming = self._next_of_levers = None
         refused = []
@@ -138,7 +138,7 @@ class Plan:
         return refused
 
     def change_outcome(self, trial_id: str, outcome: Outcome) -> None:
-        """Put an outcome in the place of that of a trial of this search."""
+        """Replace the outcome of a trial of this search."""
         self.history.replace(next(tried for tried in self.history.tried if tried.trial_id == trial_id), outcome)
         self.records[trial_id] = replace(self.records[trial_id], outcome=outcome)
 
@@ -152,10 +152,10 @@ class Plan:
             self.take(trial)
 
     def told_of_lever(self, trial: TrialRecord) -> str | None:
-        """Return what a lever gave in a trial that has ended, in words; ``None`` for a trial that tried none."""
+        """Return what a lever gave in a trial that has ended, in words; ``None`` if it tried none, or is run again."""
         idea = self._idea
         if idea is None or idea.candidate != trial.candidate or self._again.owed:
-            # A trial that is owed is this one again.
+            # The trial that is owed repeats this one.
             return None
         self._idea = None
         gain = gain_given(idea, self.history, self.in_space)
@@ -172,9 +172,9 @@ class Plan:
         return self.history.winner(self.in_space)
 
     def baseline(self) -> Tried | None:
-        """Return the trial of the ``TrainingArguments`` defaults, where it completed; the latest of several.
+        """Return the latest completed trial of the baseline: the defaults or own settings; ``None`` without one.
 
-        Trials that measured it again, since it may be the answer, count only where there is no other.
+        Final trials, which measure the baseline again where it may be the answer, count only where there is no other.
         """
         tried = [t for t in reversed(self.history.outcomes_of(self._prepared.baseline)) if t.measurement]
         first = (t for t in tried if self.records[t.trial_id].stage != "final")
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def owed(self) -> list[Candidate]:
-        """What is run again since it was disturbed, interrupted or failed by chance."""
+        """The candidates that are run again, since a trial was disturbed, interrupted or failed by chance."""
         return [candidate for _, candidate in self._again.owed]
 
     @property
@@ -227,12 +227,12 @@ class Plan:
         return len(self.records) + len(self.pending) - self._again.excused - reused
 
     def next(self) -> Step | Literal["draw"] | None:
-        """Return what to run next; ``None`` where there is nothing, for the reason that ``done`` returns.
+        """Return what to run next, or ``DRAW``; ``None`` where there is nothing, for the reason that ``done`` returns.
 
         With trials running, ``None`` may also mean that their results are needed first.
         """
         if any(trial.stage == "final" for trial in self.pending.values()):
-            # It runs alone: others use the same cores and power.
+            # A final trial runs alone: others use the same cores and power.
             return None
         forced = self._forced()
         if forced is not None:
@@ -251,28 +251,29 @@ class Plan:
         return Step("search", idea.candidate, idea.describe(), idea.limit_seconds)
 
     def drawn(self, *, is_refused: bool) -> None:
-        """Note that a candidate was drawn. The end of a running trial may make a refused one worth a trial."""
+        """Count refused draws in a row. After too many, drawing ends, or waits for the end of a running trial."""
         self._refused = self._refused + 1 if is_refused else 0
         if self._refused >= _MOST_REFUSALS:
             self._is_drawn_out = not self.history.pending
 
     @property
     def _draws(self) -> bool:
+        """Whether Optuna's sampler is to draw the next candidate, and may have a new one."""
         return self._policy is None and not self._is_drawn_out and self._refused < _MOST_REFUSALS
 
     @property
     def has_first_answer(self) -> bool:
-        """Whether all but levers was tried, so that the best so far is an answer, and there are levers to try."""
+        """Whether nothing is left to try but levers, and there is a best trial; ``False`` where there are no levers."""
         if not self._has_answer and self.anytime.has_levers and not self.pending and self._is_settled:
             self._has_answer = self.best() is not None
         return self._has_answer
 
     def arms_that_save(self) -> list[Arm]:
-        """Return the arms of the next levers whose memory decides which of them are worth a trial."""
+        """Return the winner's arm with each memory-saving lever, to be predicted; empty before the first answer."""
         return self.anytime.arms_that_save(self.history, self.in_space) if self.has_first_answer else []
 
     def _next_idea(self) -> Idea | None:
-        """Return the lever that is worth a trial next; ``None`` where none is, or there is no first answer yet."""
+        """Return the next lever worth a trial; ``None`` if none is, trials run, or there is no first answer yet."""
         if self.pending or not self.has_first_answer:
             return None
         key = self._known_by_now()
@@ -291,7 +292,7 @@ class Plan:
 
     @property
     def owes_baseline(self) -> bool:
-        """Whether the baseline is wanted, has had no trial, and may fit; a script's own settings are always run."""
+        """Whether the baseline is wanted, without a trial, and may fit; the last is not asked for own code."""
         request, baseline = self._request, self._prepared.baseline
         if not request.wants_baseline or self.history.attempts(baseline):
             return False
@@ -318,26 +319,26 @@ class Plan:
         return self._upcoming[1]
 
     def _known_by_now(self) -> tuple[int, int, frozenset[str]]:
-        """Return what changes where a decision may: trials that ended, predictions that arrived, trials under way."""
+        """Return a key of what decisions depend on: trials that ended, predictions that arrived, trials under way."""
         memory = self.history.memory
         version = memory.version if memory is not None else 0
         return len(self.history.tried), version, frozenset(self.pending)
 
     @property
     def _waits(self) -> bool:
-        """Return whether a running trial may change what is worth a trial, which final trials do not."""
+        """Whether a trial is running that may change what is worth a trial, as any but a final one may."""
         return any(trial.stage != "final" for trial in self.pending.values())
 
     @property
     def _is_last(self) -> bool:
-        """Return whether the budget allows exactly one more trial."""
+        """Whether the budget allows exactly one more trial."""
         most = self._request.most_trials
         return most is not None and self.trials_spent == most - 1
 
     def _forced(self) -> Step | None:
-        """Return the next trial that is due.
+        """Return the next trial that is due; ``None`` where none is.
 
-        A repeat, the baseline or, at the end, a variant or repeat of the winner.
+        Due are repeats, then the baseline, and at the end variants of the winner and final trials of it and its rivals.
         """
         for stage, candidate in self._again.owed:
             if candidate not in self.history.pending:
@@ -347,12 +348,12 @@ class Plan:
         best = self.best()
         if best is None:
             return None
-        # With levers a variant compiles again, if from a cache.
+        # A variant of a winner with levers compiles again, at best from a cache.
         seconds, spent = self.records[best.trial_id].seconds or 0.0, self._seconds_with_levers
         if not self.anytime.is_late(best.candidate) or self.anytime.has_time(seconds, spent):
             if (variant := self._next_loader(best)) is not None:
                 return Step("search", variant)
-            # Pinned to one core if it is host-bound, after all levers: captured, it needs no fast host.
+            # The winner is pinned to one core if host-bound, after all levers: in a CUDA graph it needs no fast host.
             on_one_core = pinned(self._space, self.history, best)
             is_its_turn = self._is_settled and not self._is_last and self._next_idea() is None
             if on_one_core is not None and not self.history.attempts(on_one_core) and is_its_turn:
@@ -362,11 +363,12 @@ class Plan:
         return self._final(best)
 
     def _final(self, best: Tried) -> Step | None:
+        """Return the next final trial, of the winner or a rival; ``None`` where none is due."""
         if self._is_last:
             if self._waits:
                 return None
-            # The last trial of the budget is used for the winner, if it has to be measured again; where that is what
-            # the user has without a search, a candidate may still be better.
+            # The last trial of the budget measures the winner again, if that is due. Where the winner is the baseline,
+            # which the user has without a search, the trial is for a candidate that may be better.
             may_go_on = self.upcoming() is not None or self._draws
             is_all_there_is = best.candidate == self._prepared.baseline and may_go_on
             owed = to_measure_again(self.history, {best.candidate}, tells_apart=False)
@@ -381,16 +383,15 @@ class Plan:
         tells_apart = of_finals / len(self._request.slots) <= most
         owed = to_measure_again(self.history, self.in_space, tells_apart=tells_apart, share=share)
         if owed and self._next_idea() is not None:
-            # What is measured again is the winner of all levers: on a noisy host six trials that measured again stood
-            # before levers that doubled the speed.
+            # Levers come first: on a noisy host six final trials stood before levers that doubled the speed.
             return None
         return Step("final", owed[0]) if owed else None
 
     def _next_loader(self, best: Tried) -> Candidate | None:
-        """Return the winner with more data loader workers, once all else is done, if it waits for data.
+        """Return the winner with the next data loader setting, once all else is done, if it waits for data.
 
-        Not if the user's own code streams its data: each worker might then load all of it. Made-up samples cost time,
-        too, where they are large: stacking 64 images of 224 pixels took an H200's host a third of a step.
+        Not if own code streams its data: each worker might then load all of it. With synthetic samples only in searches
+        for speed on a GPU: stacking 64 images of 224 pixels took an H200's host a third of a step.
         """
         workload, model = self._request.workload, self._prepared.model
         if workload.source is not None and (not model.interface.tunes_loader or model.samples is None):

@@ -3,9 +3,9 @@
 With several trials running, those that have not ended count as tried. A decision that needs all results (that nothing
 at a multiple fits, that nothing else is left) waits for them: the policy then proposes nothing.
 
-``Acquisition`` is the search for speed: the expected improvement, times the probability that a candidate runs and fits,
-for the seconds of its trial. Candidates are the arms of the space at their batches. Nothing is left where none is worth
-its seconds. Levers on what was measured come once that is so, from ``autotune.tuning.anytime``, and are valued alike.
+``Acquisition`` is the search for speed. The value of a candidate is the expected improvement, times the probability
+that it runs and fits, divided by the seconds of its trial. Candidates are the arms of the space at their batches. Once
+none is worth its seconds, ``autotune.tuning.anytime`` proposes levers on measured candidates, valued in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MaxBatchPolicy:
     """Finds the largest batch that stays under the line, and shows that the next one does not.
 
     Arms with checkpointing come first, since they need the least memory; later arms are only tried above the largest
-    batch so far. The largest batch that more likely fits than not is next. Where none is, it is the next larger one.
+    batch so far. The next trial takes the largest batch that more likely fits than not, else the next larger one.
     """
 
     def __init__(self, space: Space) -> None:
@@ -61,7 +61,7 @@ class MaxBatchPolicy:
                 if (candidate := self._next_of(arm, multiple, history, judge)) is not None:
                     return candidate
                 if any(c.arm == arm and self._space.contains(c) for c in history.pending):
-                    # Whether other arms can beat this one is known only after it is.
+                    # Other arms are tried above the largest batch of this one, which is not known yet.
                     return None
             if history.pending or judge.fits_at(multiple):
                 return None
@@ -84,7 +84,7 @@ class MaxBatchPolicy:
 
 
 class ExhaustivePolicy:
-    """Yields every candidate of the largest multiple that has any, in order, except those known not to fit."""
+    """Proposes all candidates in order, except those known not to fit. A lower multiple is for where none fits."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -109,7 +109,7 @@ _LEAST_GAIN = 0.0015
 _GAIN_A_SECOND = 0.0005
 """What each second beyond a usual trial has to promise in addition: a minute 3 %. A choice."""
 _TRIAL_SECONDS, _TRIAL_STEPS = 3.0, 6
-"""A trial without its steps, and how many it has: small models on an H200."""
+"""Seconds of a trial without its steps, and the number of its steps: small models on an H200."""
 LEAST_CHANCE = 0.03
 """Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
 _LIKELY = 0.5
@@ -118,13 +118,13 @@ _SURELY = 0.9
 
 
 class Acquisition:
-    """Chooses candidates of one space."""
+    """Proposes the candidate of a space that promises the largest gain in speed for the time of its trial."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
 
     def next(self, history: History) -> Candidate | None:
-        """See ``Policy.next``. Smaller multiples are searched where nothing above fits."""
+        """See ``Policy.next``. A smaller multiple is searched where nothing fits at the larger ones."""
         for space in self._spaces(history):
             judge = Judge(space, history)
             for multiple in space.batches.levels():
@@ -135,7 +135,7 @@ class Acquisition:
         return Judge(self._space, history).last_resort()
 
     def _spaces(self, history: History) -> list[Space]:
-        """Return the space and that with what saves memory, which comes first where it alone is predicted to fit."""
+        """Return the space and its memory-saving variant, which is first where it alone is predicted to fit."""
         plain, saving = self._space, self._space.saving
         if saving is None:
             return [plain]
@@ -150,11 +150,12 @@ class Acquisition:
         return [saving, plain] if fits(saving) and not fits(plain) else [plain, saving]
 
     def _best_plain(self, history: History, space: Space, judge: Judge, multiple: int) -> Candidate | None:
+        """Return the most promising candidate of a space at a multiple; ``None`` where none is worth a trial."""
         believed = [t for t in history.believed() if space.contains(t.candidate)]
         best = max(believed, key=speed_of, default=None)
         among = self._grid(history, space, multiple)
         if not judge.fits_at(multiple):
-            # Half the batch, which comes next, took 1.5 times as long for Qwen3-32B with QLoRA (H200).
+            # Before half the batch, which took 1.5 times as long for Qwen3-32B with QLoRA (H200).
             smallest = [t for t in history.tried if batch_of(t) == min(space.batches.at_level(multiple), default=0)]
             if expanded := next(filter(None, map(judge.in_expandable_segments, smallest)), None):
                 return expanded
@@ -170,7 +171,7 @@ class Acquisition:
         return among[at] if values[at] > 0 else None
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
-        """Return the candidates of a multiple; of a free batch also the largest that likely fit, and surely."""
+        """Return the candidates of a multiple. Of a free batch, add the largest that likely and surely fit."""
         batches, chances = set(space.batches.at_level(multiple)), Chances(history)
         is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
         every = range(multiple, space.batches.most + 1, multiple)
@@ -191,10 +192,10 @@ class Acquisition:
 def worth(
     history: History, model: SpeedModel, among: list[Candidate], best: float | None, usual_seconds: float | None = None
 ) -> Floats:
-    """Return what each candidate promises for a second of its trial; 0 where that is not worth it.
+    """Return the value of each candidate for a second of its trial; 0 where it is not worth a trial.
 
-    ``best`` is the speed to beat, in samples a second. A trial takes ``usual_seconds`` and what it compiles; where they
-    are not told, what its steps are expected to take.
+    ``best`` is the speed to beat, in samples a second. A trial takes ``usual_seconds`` (``None``: the expected seconds
+    of its steps) and the seconds to compile.
     """
     chances = Chances(history)
     fits, runs = (np.array([told(each) for each in among]) for told in (chances.fits, chances.runs))
@@ -205,7 +206,7 @@ def worth(
         all(by_arm.get((arm, c.per_device_train_batch_size), -1.0) < value for arm in never_slower(c.arm))
         for c, value in zip(among, chance, strict=True)
     ]
-    # What more likely fits than not is tried before what surely does and is slower.
+    # A probability to fit from one half on counts as 1: what is fast is tried before what is slower and surely fits.
     likely = np.minimum(1.0, 2 * fits) * runs
     wanted = best if best is not None else 1.0
     if best is not None and history.pending:
@@ -220,7 +221,7 @@ def worth(
     seconds = extra + (_TRIAL_SECONDS + steps if usual_seconds is None else usual_seconds)
     if best is None:
         return np.asarray((chance > LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
-    # Levers have to pay for their trials whole; without an answer to go on from, slow steps are no reason to stop.
+    # A lever has to be worth its whole trial; before the first answer only compilation counts, not slow steps.
     paid = extra if usual_seconds is None else np.maximum(0.0, seconds - _TRIAL_SECONDS)
     return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * paid) * gains * likely / seconds)
 
@@ -228,9 +229,9 @@ def worth(
 def is_beaten(history: History, candidate: Candidate) -> bool:
     """Return whether an arm that is never slower was measured at this batch or a larger one, or is under way there.
 
-    Such as the same arm without checkpointing, or in the faster of two precisions. A trial that retried allocations
-    shows nothing: at its cap, the allocator freed and allocated segments in each step, which an arm with less memory is
-    spared.
+    Such an arm is the same one without checkpointing, or in the faster of two precisions. A trial that retried
+    allocations shows nothing: at its cap, the allocator freed and allocated segments in each step, which it need not do
+    for an arm with less memory.
     """
     faster, batch = never_slower(candidate.arm), candidate.per_device_train_batch_size
     if any(each.arm in faster and each.per_device_train_batch_size >= batch for each in history.pending):
@@ -244,10 +245,10 @@ def is_beaten(history: History, candidate: Candidate) -> bool:
 
 
 def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
-    """Return the best candidate pinned to one core, if it is host-bound.
+    """Return the best candidate pinned to one core; ``None`` where it is not host-bound, or cannot gain.
 
-    Not what is compiled, which would be compiled again: in CUDA graphs it was 0.97 to 1.03 times as fast (bert-base,
-    distilbert, Qwen2.5-0.5B; H200). An optimizer on the CPU needs all cores.
+    A compiled one would be compiled again: in CUDA graphs it was 0.97 to 1.03 times as fast (bert-base, distilbert,
+    Qwen2.5-0.5B; H200). An optimizer on the CPU needs all cores.
     """
     arm = best.candidate.arm
     if "cpu_affinity" not in space.late or arm.cpu_affinity or arm.offloads_optimizer or arm.torch_compile:
@@ -265,7 +266,7 @@ _FAR_BEHIND = 1.3
 # Relative half-width of a winner's own mean above which it is measured once more.
 _UNCERTAIN = 0.05
 # From so many deviations between processes on, a promise rests on this machine rather than on those where the prior was
-# measured. Until then a process of the winner may take the share of the search. Choices.
+# measured. Until then the winner is run again where a process takes no more than this share of the search. Choices.
 _FEW_DEVIATIONS, _FEW_SHARE = 2, 0.1
 # From so many on, the prior hardly counts: intervals hold in 93 to 97 % of simulated cases.
 _ENOUGH_DEVIATIONS, _CHEAP_SHARE = 12, 0.05
@@ -276,9 +277,9 @@ def to_measure_again(
 ) -> list[Candidate]:
     """Return the candidates that are to be measured in one more process before a search ends, the next one first.
 
-    These are the winner and its rivals in alternation, so that a drift of the machine affects them alike, where
-    choosing another one is expected to gain more than the tolerance. The winner alone counts unless it is to be told
-    apart from them. One more process of it takes a ``share`` of the search's time.
+    Where choosing a rival is expected to gain more than the tolerance, these are the winner and its rivals in
+    alternation, so that a drift of the machine affects them alike. Otherwise, and without ``tells_apart``, the winner
+    alone is due, until enough processes measured it. One of them takes a ``share`` of the search's time.
     """
     among = set(among)
     winner = history.winner(among)
@@ -312,8 +313,8 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
 
 
 def _processes(history: History, winner: Tried, share: float) -> int:
-    """Return in how many processes the winner is to be measured. One of a host-bound step does not show how much they
-    differ; where it is cheap, more show it for this search and all later ones on the machine."""
+    """Return in how many processes the winner is to be measured. Host-bound steps differ between processes, which one
+    process does not show. Where it is cheap, more show it for this search and all later ones on the machine."""
     candidate = winner.candidate
     if candidate.arm.torch_compile:
         return 1

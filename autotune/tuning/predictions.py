@@ -157,7 +157,7 @@ def _ranks(gpus: str | None) -> int:
 
 
 def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
-    """Return the questions about a chip; questions about memory-saving arms are in reserve."""
+    """Return a chip with the questions about it; questions about memory-saving arms are in reserve."""
     space, workload = prepared.space, prepared.request.workload
     arms, saving = (
         [arm for arm in among if is_predictable(arm, workload)] for among in (space.arms, prepared.space.saving_arms)

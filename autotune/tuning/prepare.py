@@ -84,7 +84,7 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     """Combine the request with an inspection of this machine, and build the search space.
 
     Raises ``UnknownModelError`` where the model cannot be built, ``NothingFitsError`` where the memory limit is below
-    the size of weights, gradients and optimizer state.
+    the size of weights, gradients and optimizer state, and other errors for what machine or model rule out.
     """
     model = check_machine(request, facts)
     if request.workload.source is not None:
@@ -158,21 +158,21 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     )
 
 
-# Of a GPU's rated arithmetic in bf16 that padding costs. bert-base took 3.6 us a token and Qwen2.5-0.5B 20 us, six
-# operations for each weight: 0.18 and 0.15 (H100, texts of different lengths, 25 November 2026).
+# Share of a GPU's rated arithmetic in bf16 at which padding is computed. bert-base took 3.6 us a token and Qwen2.5-0.5B
+# 20 us, six operations for each weight: 0.18 and 0.15 (H100, texts of different lengths, 25 November 2026).
 _USED_SHARE = 0.17
-# A CUDA graph is captured for each, of which the fastest levers make use. A choice. Without graphs a shape takes 0.2 s:
-# bert-base (batches of 32) took 0.16 s, Qwen2.5-0.5B (of 8) 0.17 to 0.25 s longer at the first visit of a length than
-# at the second (H100, torch 2.11.0, transformers 5.17.0, 25 November 2026).
+# The fastest levers capture a CUDA graph for each shape. A choice. Without graphs a shape takes 0.2 s: bert-base
+# (batches of 32) took 0.16 s, Qwen2.5-0.5B (of 8) 0.17 to 0.25 s longer at the first visit of a length than at the
+# second (H100, torch 2.11.0, transformers 5.17.0, 25 November 2026).
 _CAPTURE_SECONDS = 1.0
-# Each takes memory of the driver's, and so long in each trial. A choice.
+# Each shape takes memory of the driver's, and the seconds above in each trial. A choice.
 _MOST_SHAPES = 16
-# Of any batch, where none is said. A choice.
+# Per-device batch where the user's code has none. A choice.
 _USUAL_BATCH = 16
 
 
 def length_multiples(request: SearchRequest, model: ModelFacts, batches: Batches) -> tuple[int, int]:
-    """Return the cheapest multiples for padded lengths and for rows without padding, in an epoch with CUDA graphs."""
+    """Return the multiples of padded lengths and rows that cost least in an epoch with CUDA graphs, else defaults."""
     lengths, chip = request.workload.sample_lengths, chip_of_device(request.device.name)
     if lengths is None or not lengths.vary or chip is None or chip.rates is None:
         return LENGTH_MULTIPLE, ROW_MULTIPLE
@@ -190,7 +190,7 @@ def length_multiples(request: SearchRequest, model: ModelFacts, batches: Batches
 
 
 def _smallest_with_few_shapes(lengths: SampleLengths, batching: Batching, multiple: int) -> int:
-    """Return the smallest multiple that leaves few enough shapes for CUDA graphs."""
+    """Return the multiple, doubled until it leaves few enough shapes for CUDA graphs."""
     while len(shapes_of(lengths, replace(batching, multiple=multiple)).seen) > _MOST_SHAPES:
         multiple *= 2
     return multiple

@@ -42,7 +42,7 @@ from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
 DEFAULT_OPTIM = "adamw_torch_fused"
-# Only the peak matters here, so one step is measured after the two that allocate everything.
+# Only the peak matters for the largest batch, so one step is measured after the two that allocate everything.
 MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
 
 # Batches of real data differ in size, so more of them are needed to represent an epoch.
@@ -54,7 +54,7 @@ _STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@][A-Za-z0-9_.+=@ -]{0,99}")
 
 
 def _of(option: str, *, recorded_as: str | None = None, sparse: bool = False, **default: Any) -> Any:
-    """Declare a field of the request that holds a command-line option, by default with its default.
+    """Declare a field of the request that holds a command-line option, with the option's default unless given.
 
     It is recorded under the option's name or ``recorded_as``; an empty string leaves it out. A ``sparse`` field is
     recorded only where it differs from its default.
@@ -69,7 +69,7 @@ class SearchRequest:
 
     workload: Workload
     device: Device
-    """Of rank 0, and the only one where there is one rank."""
+    """The device of rank 0."""
     others: tuple[Device, ...] = field(default=(), kw_only=True)
     """The devices of further ranks, which train together with the first."""
     beside: tuple[Device, ...] = field(default=(), kw_only=True)
@@ -200,13 +200,13 @@ class SearchRequest:
 
     @property
     def reachable_bytes(self) -> int:
-        """Memory that a trial could have on each device: the free memory, or the limit."""
+        """Memory that a trial could have on each device: the free memory, or the limit where that is lower."""
         free_bytes, limit_bytes = self.least_free_bytes, self.memory_limit_bytes
         return free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
 
     @property
     def most_trials(self) -> int | None:
-        """The largest number of trials. Optuna's samplers never finish by themselves, so they always have one."""
+        """The largest number of trials; ``None``: no limit. Optuna's samplers never finish, so they always have one."""
         return _FOREIGN_TRIALS if self.trials is None and self.sampler in OPTUNA_SAMPLERS else self.trials
 
     @property
@@ -260,7 +260,7 @@ class SearchRequest:
         return self.search_effort == "default" and is_ours and self.device.kind == "cuda"
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of levers that are ``on``, which every arm has."""
+        """Return the settings of levers that are ``on`` or have a number, which every arm has."""
         chosen: dict[str, Any] = {
             row.name: row.values[1]
             for row in LEVERS
@@ -350,7 +350,7 @@ class RecordedOption:
     field: str
     key: str
     default: Any
-    """That of a request."""
+    """The default of the field of a request."""
     is_sparse: bool
     """Left out of the JSON where it has its default, as in requests from before there was such an option."""
 

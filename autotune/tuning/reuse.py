@@ -57,7 +57,7 @@ class Library:
             return
         past_ceiling, arm = Ceiling.from_document(past.ceiling), trial.candidate.arm
         if arm.expandable_segments and past_ceiling.line_bytes != ceiling.line_bytes:
-            # It ran under this very line, which shows that it fits.
+            # Its cap was the line of its own ceiling, so that it tells nothing about another line.
             return
         cap_bytes = cap_of(arm, past_ceiling)
         self._sources[trial.id] = past
@@ -122,7 +122,7 @@ class Library:
             yield past, past.trial.outcome
 
     def _ran_out(self, candidate: Candidate, not_from: Collection[str]) -> OutOfMemory | None:
-        """Return an out-of-memory outcome of this candidate or, at first, of a candidate that needs no more memory."""
+        """Return an out-of-memory outcome of this candidate or, without ``not_from``, of one that needs no more."""
         same = [tried for tried in self._over.outcomes_of(candidate) if tried.trial_id not in not_from]
         tried = same[-1] if same else None if not_from else self._over.ruled_out_by(candidate)
         if tried is None or not isinstance(tried.outcome, OutOfMemory):
@@ -149,7 +149,7 @@ def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> b
 def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> Measurement | None:
     """Convert a measurement at one accumulation to another.
 
-    ``None`` where its optimizer was not timed separately, or the inputs of a micro-step were not counted.
+    ``None`` for several ranks or DeepSpeed, or where the optimizer was not timed or micro-step inputs not counted.
     """
     if measurement.ranks > 1 or measured.arm.zero_stage is not None:
         # DeepSpeed updates weights within the last micro-step. Of a step's micro-steps only the last exchanges

@@ -1,7 +1,7 @@
 """Run a search from its request to its report: take the locks, start the trial server, read data, prepare, search.
 
 Optuna, SQLAlchemy and what uses them are imported within functions, after the trial server was started: both processes
-then import at the same time. What a search would do is said without training and without writing anything.
+then import at the same time. ``dry_run_document`` says what a search would do, without training or writing anything.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from autotune.tuning.loop import Observer
     from autotune.tuning.prepare import Prepared
 
-# Own code may load a large checkpoint before it trains. How large is not known before.
+# Limit for a process that runs own code up to its training, which may load a checkpoint of unknown size before.
 _OWN_CODE_SECONDS = 300.0
 _ANOTHER_FILE = "make it writable, or choose another file with --storage"
 
@@ -88,7 +88,7 @@ def run_search(
 
             nonlocal store
             if store is None and path is not None and path.exists():
-                # Another search has created it since.
+                # Another search has created the database since.
                 store = _opened(stack, storage)
             if store is None:
                 return False
@@ -131,7 +131,7 @@ def run_search(
             # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
             for server in place.servers:
                 server.start(inspects=server is place.servers[0])
-            # While the trial servers import, too.
+            # Imported here while the trial servers import.
             importlib.import_module("autotune.store.opening")
             importlib.import_module("autotune.tuning.loop")
 
@@ -150,16 +150,16 @@ class Place:
 
     servers: Sequence[TrialServer]
     make_executor: Callable[[int, Interruption], Executor]
-    """Takes the memory of a CUDA context, and what ends a wait for memory."""
+    """Makes the executor of trials from the bytes of a CUDA context and what interrupts a wait for memory."""
 
 
 @contextlib.contextmanager
 def on_this_machine(
     request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
 ) -> Iterator[Place]:
-    """Make trial servers without starting them, and make this search visible to others on the machine."""
+    """Yield trial servers that are not started yet. Within the block, other searches on the machine see this one."""
     with contextlib.ExitStack() as stack:
-        # Not started yet; each has a log of its own. The first may be the one that ``warm`` has.
+        # Each server has a log of its own. The first may take over the process that ``warm`` has.
         servers = []
         for number, placement in enumerate(request.slots):
             starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
@@ -206,7 +206,7 @@ def _prepare_and_search(
     key = inspection_key(request.device, request.workload, request.ranks)
     remembered = store.answers.find(key, Inspection) if store is not None and key is not None else None
     if remembered is None:
-        # All import meanwhile, and not one after the other.
+        # All servers import at the same time, not one after the other.
         for server in place.servers:
             server.start(inspects=server is place.servers[0])
     facts = remembered or _inspect(request, place.servers[0], observer)
@@ -221,7 +221,7 @@ def _prepare_and_search(
 
 
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
-    """Inspect machine and model in a process with torch. The user's own code runs until its training."""
+    """Return what a process with torch finds out about machine and model. Own code runs up to its training."""
     from autotune.tuning.forecast import arms_to_trace
     from autotune.tuning.own_code import note_on_engine, notes_on_lengths
 
@@ -256,7 +256,7 @@ def _search(
     observer: Observer,
     folder: Path,
 ) -> StudyRecord:
-    """Run the search. An error without a result gets the location of the recorded trials."""
+    """Run the search; return its study. Where it ends without a result, note the command that shows or resumes it."""
     from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
     from autotune.tuning.forecast import forecast_of
     from autotune.tuning.look import looker_of, rehearser_of
@@ -314,7 +314,7 @@ def trial_log_path(storage: str, study: str, number: int) -> Path:
 
 
 def keep_trial_log(storage: str, study: str, log: Document) -> None:
-    """Write the end of a trial's log from another machine. Raises ``OSError`` where that fails."""
+    """Write the end of a trial's log that another machine sent. Raises ``OSError`` where that fails."""
     path = trial_log_path(storage, study, int(log["number"]))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(str(log["text"]), encoding="utf-8", errors="replace")
@@ -354,7 +354,7 @@ def _check_can_be_made(path: Path, label: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder_made(path: Path) -> Iterator[None]:
-    """Create the folder of a study's logs; remove it after an error before any trial."""
+    """Create the folder of a study's logs. Remove it after an error before any trial, and where it stays empty."""
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
@@ -363,13 +363,13 @@ def _log_folder_made(path: Path) -> Iterator[None]:
     try:
         yield
     except (TrialServerError, TrainingSourceError):
-        # The hint of these is to look into a log.
+        # The hints of these errors name a log in this folder.
         raise
     except BaseException:
         if path in made and next(path.glob("trial-*"), None) is None:
             shutil.rmtree(path, ignore_errors=True)
             for folder in made[1:]:
-                # Stays where something else has come into it since.
+                # A parent stays where something else has come into it since.
                 with contextlib.suppress(OSError):
                     folder.rmdir()
         raise

@@ -22,7 +22,7 @@ from autotune.tuning.request import SearchRequest
 # Optimizers of TrainingArguments that keep two moments in the weights' dtype, as Adam does. The state of others, which
 # is smaller, is not counted, since a request may only be refused for what is certain.
 _FULL_ADAM = frozenset({"adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_apex_fused"})
-# Of each trained parameter in the host's memory with zero2-offload: the float32 weight and gradient, and two moments
+# Bytes of each trained parameter on the host with zero2-offload: the float32 weight and gradient, and two moments
 # (DeepSpeedZeroOptimizer with cpu_offload, in deepspeed/runtime/zero/stage_1_and_2.py).
 _HOST_BYTES = 16
 
@@ -37,8 +37,8 @@ def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: Mod
     strategies = _strategies(request, model)
     accumulates = request.effective_batch is not None
     variants = [(strategy, False) for strategy in strategies]
-    # Without accumulation every micro-step reduces its gradients anyway.
-    # Of DeepSpeed's stages the first never does so, and the others always.
+    # Variants that reduce gradients in every micro-step, which is no difference without accumulation. Of DeepSpeed's
+    # stages the first never does so, and the others always.
     variants += [(strategy, True) for strategy in strategies if strategy in FSDP and accumulates]
     return tuple(
         shared(arm, strategy, request, model, syncs=syncs)

@@ -46,7 +46,7 @@ class Opened:
 
     study: StudyRecord
     prepared: Prepared
-    """The ceiling that the study's verdicts are relative to."""
+    """The search, with the ceiling that the study's verdicts are relative to."""
     trials: tuple[TrialRecord, ...] = ()
     """The trials recorded so far on this machine, in order."""
     elsewhere: tuple[TrialRecord, ...] = ()
@@ -56,9 +56,9 @@ class Opened:
 
 
 def open_study(prepared: Prepared, store: Store) -> Opened:
-    """Return the study that the request names, new or continued.
+    """Return the study that the request names, continued or newly recorded.
 
-    Raises ``InvalidRequestError`` where the name belongs to another request, workload or machine.
+    Raises ``InvalidRequestError`` where the name belongs to another request, workload or kind of machine.
     """
     request = prepared.request
     assert request.study is not None, "a search runs under a name"
@@ -242,7 +242,7 @@ def _device_of(environment: Document, study: str) -> Device:
 
 # Memory that may be reserved is the same for a search where it differs by no more than this share. A choice.
 _SAME_MEMORY = 0.02
-# What only the process with torch tells of an environment.
+# Facts of an environment that only a process with torch tells.
 _TOLD_BY_PROCESS = frozenset({"python", "cuda", "cudnn", "cublas", "measurement_revision"})
 
 
@@ -271,7 +271,7 @@ def changes_of_source(request: SearchRequest, workload: Document) -> list[str]:
 
 
 def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Return the difference that keeps a request without a name from continuing a study; ``None`` without one."""
+    """Return in words why a request without a name does not continue a study; ``None`` where it does."""
     if request.fresh:
         return "--fresh measures again"
     if request.workload.source is not None:
@@ -346,7 +346,7 @@ _CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
 
 
 def _in_short(recorded: Document, asked: Document) -> list[str]:
-    """Return the differences; for the user's data and code only the names."""
+    """Return the differences in words; of the user's data and code the names and options, not the content."""
     named = []
     for name, key in (("data", "source"), ("source", "file")):
         before, now = recorded.get(name), asked.get(name)
