@@ -69,11 +69,13 @@ _WHOLE: Mapping[str, Effect] = {
 _PREDICTED = 0.06
 _MACHINE, _MACHINE_PREDICTED = 4.0, 0.3
 _HOST_MACHINE, _HOST_PREDICTED = 2.0, 0.35
+"""Deviation of what all candidates share on a machine, for GPU and host, without and with predicted steps."""
 _SMOOTH, _OCTAVES = 0.02, 2.5
 """Deviation of the smooth function of the batch, and over how many doublings it changes."""
 _OWN = 0.004
 """Deviation of a candidate's own part, which neither its features nor its batch explain."""
 _SURELY_NOT = 0.02
+"""Where the GPU limits a step with at most this probability, the step says nothing about the GPU's time."""
 _PINNED = Effect(-0.07, 0.08)
 """Pinned to one core, host-bound steps were 0.98 to 1.3 times as fast (H200)."""
 
