@@ -230,7 +230,7 @@ def publish_data(partial: Path, folder: Path) -> DataFacts | None:
 
 @contextlib.contextmanager
 def _only_change_in(parent: Path) -> Iterator[None]:
-    """Lock a folder's parent, so that only this process adds or removes entries."""
+    """Lock a parent folder, where locks are supported, so that only this process adds or removes its entries."""
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

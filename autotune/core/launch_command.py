@@ -55,8 +55,8 @@ ALONE = {
     "MASTER_PORT": "0",
 }  # fmt: skip
 
-# The launchers' own parsers need torch. Of torch 2.13 (torch.distributed.run.get_args_parser) and accelerate 1.15
-# (accelerate.commands.launch.launch_command_parser): options with a value that leave the training as it is, and flags.
+# Options with a value that leave the training as it is, and flags, listed here since the launchers' own parsers need
+# torch: torch 2.13 (torch.distributed.run.get_args_parser), accelerate 1.15 (commands.launch.launch_command_parser).
 _TORCHRUN_OPTIONS = frozenset({
     "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts", "role", "tee",
     "monitor-interval", "start-method", "event-log-handler", "log-dir", "redirects", "local-ranks-filter", "node-rank",

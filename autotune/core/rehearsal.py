@@ -162,7 +162,7 @@ class HostUse:
 
     @property
     def steps_left(self) -> int | None:
-        """The number of steps until the host's limit; ``None`` where an epoch does not reach it."""
+        """The number of steps until the host's limit; ``None`` where an epoch, or a copy of everything, fits."""
         if not self.growth_bytes or self.steps is None:
             return None
         room = max(0, self.limit_bytes - self.most_bytes)

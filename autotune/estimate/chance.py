@@ -153,11 +153,13 @@ class Chances:
             for t in history.tried
             if t.measurement and (p := self._predicted_bytes(t.candidate))
         ]
+        """Memory class of each measured trial, with the logarithm of its measured over its predicted peak."""
         self._contradicted = any(
             (p := self._predicted_bytes(t.candidate)) and math.log(p) < self._line - 2 * _RIGHT
             for t in history.tried
             if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
         )
+        """Whether a trial ran out of memory although its predicted peak was well under the line."""
         self._proven = {n for t in history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
         self._broken_levers = self._weigh_broken_levers()
         self._failures: dict[Arm, list[int]] = {}

@@ -92,6 +92,7 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.5))
 _SPLITS = (1, 2, 4, 8, 16)
 """Numbers of parts into which the inner dimension may be cut, so that all multiprocessors have work."""
 _LEAST_SPLIT = 512
+"""Least inner dimension of a part."""
 _ALIGNMENT_BYTES = 16
 _ATTENTION_TILE = 64
 """Queries and keys of a tile of attention."""

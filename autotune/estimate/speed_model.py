@@ -180,6 +180,7 @@ def features(candidate: Candidate) -> Features:
     return Features(candidate, amounts, math.log2(candidate.per_device_train_batch_size))
 
 
+# Fields of an arm whose values, where set, are features of their own.
 _FURTHER = ("attn_implementation", "optim", "strategy", "use_liger_kernel", "experts_implementation", "sync_each_batch")
 _FURTHER_EFFECT = Effect(0.0, 0.1)
 _PAIR = 0.05

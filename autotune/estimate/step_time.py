@@ -45,6 +45,7 @@ _PARAMETERS_OF_LAYER = 12
 
 Case = Literal["best", "usual", "worst"]
 _CASES: tuple[Case, ...] = ("worst", "usual", "best")
+"""In the order of ``Link.cases``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Exchange:
     host_micro_step: float = 0.0
     """Host time for communication calls in a micro-step."""
     host_step: float = 0.0
+    """Host time that sharded tensors add to clipping and the optimizer."""
 
     def added_seconds(self, busy_seconds: float, *, overlaps: bool = True) -> float:
         """Return the seconds that communication adds to a step, after overlap with computation of ``busy_seconds``.
