@@ -39,8 +39,8 @@ ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-o
 def group_size(ranks: int) -> int | None:
     """Return how many ranks share one copy of the model under hybrid sharding; ``None`` without equal groups.
 
-    The largest groups there are, two of them where the number is even: they need the least memory, and a search has one
-    such strategy.
+    The groups are the largest possible, two where ``ranks`` is even: they need the least memory, and a search tries one
+    group size only.
     """
     return next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), None)
 

@@ -157,7 +157,7 @@ class Ceiling:
         return self.excess_bytes(peak_reserved_bytes, context_bytes) <= 0
 
     def excess_bytes(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> int:
-        """Return by how many bytes a trial exceeds the limit for a feasible trial; 0 or less for a feasible trial.
+        """Return by how many bytes a trial exceeds what a feasible trial may use; 0 or less for a feasible trial.
 
         The peak must be at or under the line. Peak and CUDA context together must also stay within what is reachable.
         ``context_bytes`` is the context's measured size; where it is larger than assumed, it uses up headroom.

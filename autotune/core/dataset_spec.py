@@ -193,7 +193,7 @@ class HeldData:
 
 
 def hold_data(folder: Path) -> HeldData | None:
-    """Lock the folder of a prepared dataset. Return ``None`` where the folder is missing or incomplete."""
+    """Take a shared lock on the folder of a prepared dataset. Return ``None`` where it is missing or incomplete."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -210,7 +210,7 @@ def hold_data(folder: Path) -> HeldData | None:
 
 
 def publish_data(partial: Path, folder: Path) -> DataFacts | None:
-    """Move a prepared dataset to its final folder. If another search was first, return the facts of its folder."""
+    """Move a prepared dataset to its final folder. Return ``None``, or the facts of a folder that was there first."""
     with _only_change_in(folder.parent):
         facts = facts_in(folder)
         if facts is not None:
@@ -230,7 +230,7 @@ def publish_data(partial: Path, folder: Path) -> DataFacts | None:
 
 @contextlib.contextmanager
 def _only_change_in(parent: Path) -> Iterator[None]:
-    """Lock a folder's parent, so that only this process adds or removes entries."""
+    """Lock a parent folder, where locks are supported, so that only this process adds or removes its entries."""
     try:
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

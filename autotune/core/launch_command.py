@@ -55,8 +55,8 @@ ALONE = {
     "MASTER_PORT": "0",
 }  # fmt: skip
 
-# The launchers' own parsers need torch. Of torch 2.13 (torch.distributed.run.get_args_parser) and accelerate 1.15
-# (accelerate.commands.launch.launch_command_parser): options with a value that leave the training as it is, and flags.
+# Options with a value that leave the training as it is, and flags, listed here since the launchers' own parsers need
+# torch: torch 2.13 (torch.distributed.run.get_args_parser), accelerate 1.15 (commands.launch.launch_command_parser).
 _TORCHRUN_OPTIONS = frozenset({
     "nnodes", "nproc-per-node", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "max-restarts", "role", "tee",
     "monitor-interval", "start-method", "event-log-handler", "log-dir", "redirects", "local-ranks-filter", "node-rank",
@@ -71,16 +71,16 @@ _ACCELERATE_OPTIONS = frozenset({
 })  # fmt: skip
 _ACCELERATE_FLAGS = frozenset({"cpu", "quiet", "q", "debug", "enable-cpu-affinity"})
 
-# Beginnings of its options that say how ranks share the model.
+# Beginnings of accelerate's options that say how ranks share the model.
 _SHARING = ("use-fsdp", "fsdp", "use-deepspeed", "deepspeed", "zero", "offload", "use-megatron-lm", "megatron-lm")
-# Those that say that ranks share each sample.
+# Beginnings of accelerate's options that say that ranks share each sample.
 _SHARING_SAMPLES = ("use-parallelism-config", "parallelism-config")
 NOT_BY_SAMPLE = (
     "leave it out; --gpus 2 --strategy fsdp shards the weights, and a model by --model has --context-parallel"
 )
 """What to do about ranks that share a sample."""
 _ASK_FOR_FSDP = "ask for FSDP with --strategy ddp,fsdp and --gpus"
-# What accelerate's own configuration file may say where each process has all of the model (accelerate config).
+# Values of ``distributed_type`` in accelerate's configuration file with which each process has the whole model.
 _REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 
@@ -216,7 +216,7 @@ def find_command(name: str) -> str | None:
 
 
 def _without_python(words: list[str], command: str) -> list[str]:
-    """Return the words without interpreter and its options. Raises an error for a command of several processes."""
+    """Return the words without the interpreter and its options. Raises an error where a variable or ``env`` leads."""
     if words and (_ASSIGNMENT.match(words[0]) or Path(words[0]).name == "env"):
         raise InvalidRequestError(
             f"{command[:80]!r} begins with a variable of the environment, which is not a script",
@@ -236,7 +236,7 @@ def _command_of(words: Sequence[str]) -> str | None:
     if words[0] == "-m":
         return _LAUNCHER_MODULES.get(words[1]) if len(words) > 1 else None
     name = Path(words[0]).name
-    # A file of the user's that bears a launcher's name is a file of the user's.
+    # A user's file may bear the name of a launcher.
     is_own_file = name.endswith(".py") or (name == words[0] and os.path.isfile(name))
     return name if name in _TAKE_OFF and not is_own_file else None
 
@@ -273,7 +273,7 @@ def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> lis
         launch.check_hosts(*said["num-machines"], left)
     if "num-processes" in said:
         launch.check_number(*said["num-processes"], left)
-    # A section, whose lines are indented; without any it is {}.
+    # parallelism_config is a section: its own line has no value, or {} where the section is empty.
     if config.get("parallelism_config") == "":
         raise _sharing_samples(path, " (parallelism_config)")
     kind = config.get("distributed_type", "NO").strip("'\"")
@@ -290,7 +290,7 @@ def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> lis
 
 
 def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
-    """Read accelerate's configuration file, by default its standard file. Return its scalar fields and its path."""
+    """Return fields and path of accelerate's configuration file; no fields where the standard file cannot be read."""
     home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     path = os.path.expanduser(given or os.path.join(home, "accelerate", "default_config.yaml"))
     try:
@@ -311,11 +311,11 @@ class _Tool:
     """A library's command, which starts a module of the library by a launcher."""
 
     module: str
-    """With a place for the name of the training."""
+    """Its dotted name, with ``{}`` in place of the name of the training."""
     trains: tuple[str, ...] = ()
-    """The names that train; all where there are none."""
+    """Names of trainings that the command takes; empty where it takes any."""
     variable: str | None = None
-    """The variable with the number of processes."""
+    """Environment variable with the number of processes; ``None`` where there is none."""
 
     def take_off(self, words: list[str], launch: _LaunchContext) -> list[str]:
         """Return ``-m``, the module that this command starts, and the module's options."""

@@ -19,11 +19,11 @@ Padding = Literal["longest", "max_length", "rows"]
 
 # An epoch is drawn from at most this many samples, and a run from as many: more change nothing but the time it takes.
 MOST_SAMPLES = 100_000
-# Of lengths more than this differ in steps of several tokens in what is recorded. A choice.
+# Largest number of different lengths that are recorded: longer samples have lengths rounded up to steps. A choice.
 _MOST_COUNTS = 1024
-# Steps of a run up to which new shapes are counted.
+# New shapes are counted in so many first steps of a run.
 _MARKS = (10, 30, 100, 300, 1000, 3000)
-# The sizes that a length is rounded up to where one is chosen begin here: tensor cores take multiples of 8.
+# Least multiple that ``choose_multiple`` considers: tensor cores take multiples of 8.
 _LEAST_MULTIPLE = 8
 
 
@@ -46,7 +46,7 @@ class SampleLengths:
 
     @classmethod
     def of(cls, lengths: Iterable[int], **others: Any) -> SampleLengths:
-        """Return the lengths of samples, counted."""
+        """Return the counted lengths of samples, rounded up to steps of several tokens where samples are long."""
         counts = Counter(map(int, lengths))
         step = -(-max(counts, default=1) // _MOST_COUNTS)
         rounded: Counter[int] = Counter()
@@ -60,7 +60,7 @@ class SampleLengths:
         return len(self.counts) > 1
 
     def long_in_row(self, batch: int, tokens: int) -> int:
-        """Return how many of the longest samples, among average ones, a row of ``batch`` samples has at this length."""
+        """Return about how many of ``batch`` samples are the longest, the others average, in a row of ``tokens``."""
         usual = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
         many = (tokens - batch * usual) / (self.longest - usual) if self.longest > usual else 1.0
         return min(batch, max(1, math.floor(many)))
@@ -166,7 +166,7 @@ def shapes_of(lengths: SampleLengths, batching: Batching, steps: int | None = No
     random = np.random.default_rng(seed)
     tokens, counts = np.array(lengths.counts).T
     samples = lengths.samples or int(counts.sum())
-    # As many as the data has, so that a small one has its own lengths in each epoch.
+    # As many samples as the data has, so that each epoch of small data has the same lengths.
     population = np.repeat(tokens, counts)
     if samples != len(population):
         population = random.choice(population, min(samples, MOST_SAMPLES))
@@ -206,7 +206,7 @@ def _epoch(random: Any, population: Any, batching: Batching) -> Any:
     whole = step_samples * batching.ranks
     order = np.resize(order, max(1, len(order) // whole) * whole)
     if batching.order == "batch_rebalance":
-        # Its groups differ in size as well, which is left out.
+        # Groups of batch_rebalance differ in size as well, which is left out.
         order = -np.sort(-order.reshape(-1, whole), axis=1)
     return order.reshape(-1, batching.accumulation, batching.ranks, batching.batch)
 
@@ -214,7 +214,7 @@ def _epoch(random: Any, population: Any, batching: Batching) -> Any:
 def choose_multiple(
     lengths: SampleLengths, batching: Batching, token_seconds: float, *, shape_seconds: float, steps: int | None = None
 ) -> int | None:
-    """Return the cheapest power of two to whose multiples to pad micro-batches; ``None`` where no padding is cheapest.
+    """Return the cheapest power of two to whose multiples to pad; ``None`` where the present multiple is cheapest.
 
     A token of a micro-batch costs ``token_seconds``; a shape that is new to the process costs ``shape_seconds``.
     """

@@ -151,7 +151,7 @@ def _gradient_pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, G
 
 
 def _factor(asked: FirstStep, other: FirstStep) -> float:
-    """Return the least-squares factor by which the first step's gradients match the other's."""
+    """Return the least-squares factor from the asked step's gradients to the other's; 1 without gradients."""
     products = squares = 0.0
     for _, mine, theirs in _gradient_pairs(asked, other):
         products += sum(a * b for a, b in zip(mine.sketch, theirs.sketch, strict=True))
@@ -160,10 +160,10 @@ def _factor(asked: FirstStep, other: FirstStep) -> float:
 
 
 def _gaps(asked: FirstStep, other: FirstStep, factor: float = 1.0, *, whole: bool = False) -> dict[str, float]:
-    """Return the distance between both gradients of each parameter, relative to their norm.
+    """Return the distance between both gradients of each parameter, relative to the larger of their norms.
 
-    With ``whole``, the distance over all parameters together: in 16 bits the gradients of single parameters are mostly
-    rounding.
+    The gradients of ``asked`` are multiplied by ``factor`` first. With ``whole``, return one distance over all
+    parameters together: in 16 bits the gradients of single parameters are mostly rounding.
     """
     pairs = list(_gradient_pairs(asked, other))
     norm = abs(factor) * math.sqrt(sum(mine.norm**2 for _, mine, _ in pairs))

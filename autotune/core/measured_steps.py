@@ -22,11 +22,11 @@ def accepts_noise() -> bool:
 
 LEAST_CORE_WAIT = 0.1
 """A trial that waits for cores for less of its time is no more than noisy. A quiet machine shows 0 to 3 %. A choice."""
-# A step that took so many times the median is slow. It belongs to the run: logging, or a file that is opened, comes
-# again. What happens outside, clocks and other processes, is seen there and makes the trial a disturbed one.
+# A step that took so many times the median is slow. It counts, since logging or opening a file recurs in a run. Causes
+# outside the training, clocks and other processes, are detected elsewhere and make the trial a disturbed one.
 _SLOW_TIMES = 1.5
-# Where a step was slow, so many times the usual most steps and seconds are measured at most, until slow steps came so
-# many times as many steps apart. All are choices, tried on simulated runs (tests/core/test_measured_steps.py).
+# Where a step was slow, up to ``_LONGER`` times the usual steps and seconds are measured, until ``_TIMES_SEEN`` slow
+# steps came at equal distances. All are choices, tried on simulated runs (tests/core/test_measured_steps.py).
 _LONGER = 3
 _TIMES_SEEN = 3
 
@@ -46,7 +46,7 @@ def _slow_at(seconds: Sequence[float]) -> list[int]:
 
 
 def _periods(seconds: Sequence[float]) -> tuple[list[float], int] | None:
-    """Return the steps of whole periods and a period's length; ``None`` where slow steps recur irregularly."""
+    """Return the steps of whole periods and a period's length; ``None`` where slow steps are few or irregular."""
     slow = _slow_at(seconds)
     gaps = {later - earlier for earlier, later in itertools.pairwise(slow)}
     if len(slow) < _TIMES_SEEN or len(gaps) != 1:
@@ -57,8 +57,8 @@ def _periods(seconds: Sequence[float]) -> tuple[list[float], int] | None:
 def mean_step(seconds: Sequence[float]) -> Estimate:
     """Estimate the mean step time of a process, in seconds, from a few measured steps.
 
-    Where every so manyth step is slow, it is that of whole periods, and steps differ from those at the same place of
-    the others. Slow steps whose return was not seen widen the interval.
+    Where slow steps recur at equal distances, the mean is that of whole periods, and deviations are from the mean of
+    the slow steps or of the others. Slow steps that were not seen to recur widen the interval.
     """
     if (found := _periods(seconds)) is None:
         return estimate_mean(seconds)
@@ -66,7 +66,7 @@ def mean_step(seconds: Sequence[float]) -> Estimate:
     mean = statistics.fmean(steps)
     alike: list[float] = []
     for each in (steps[period - 1 :: period], [step for at, step in enumerate(steps, 1) if at % period]):
-        # Of few steps the own mean is nearer than the true one.
+        # A few steps are nearer to their own mean than to the true one, so their deviations are widened.
         wider = math.sqrt(len(each) / (len(each) - 1)) if len(each) > 1 else 1.0
         alike += [mean + wider * (step - statistics.fmean(each)) for step in each]
     # So many steps need no prior of how much they differ.
@@ -82,8 +82,8 @@ def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: flo
     """Return whether enough steps were measured.
 
     ``seconds`` are the steps as they were run; ``relative_half_width`` is that of the interval estimated from them.
-    Where a step was slow, it goes on until that recurs, unless steps are not ``are_alike``: their batches differ, or
-    something outside is seen to delay some.
+    Where a step was slow, measuring goes on until slow steps recur. It does not where ``are_alike`` is false: batches
+    differ, or something outside is seen to delay some steps.
     """
     count = len(seconds)
     if count < min(2, effort.max_steps):

@@ -38,7 +38,7 @@ class DataAnswer:
     problem: Problem | None = None
 
 
-# What takes longer is told with its time. A choice.
+# A phase or step that takes longer is shown with its time. A choice.
 _LONG_SECONDS = 10.0
 
 # What a trial does in each of its phases. The phases themselves are keys of JSON documents.
@@ -175,7 +175,8 @@ _LINES: dict[str, type[ServerLine]] = {
 def server_line(document: dict[str, Any]) -> ServerLine:
     """Return the typed message of a line from a trial server.
 
-    The user's own code may write into the pipe of its job, so the line of a job may hold anything.
+    The user's own code may write into the pipe of its job, so the line of a job may hold anything. What is no message
+    becomes a ``MalformedLine``.
     """
     kind = next((kind for name, kind in _LINES.items() if name in document), MalformedLine)
     try:
@@ -290,7 +291,7 @@ class Job:
         """The number of processes that run the job together.
 
         The user's own code is inspected on all ranks, since it may read its rank, or wait for the others. A function of
-        ``--loop`` is measured on one rank only.
+        ``--loop`` is inspected on one, since it is measured on one rank only.
         """
         source = self.workload.source
         match self.work:

@@ -239,6 +239,6 @@ WORDS = words()
 
 
 LEVERS = choice("auto", "off")
-"""A dict of levers is taken apart before; see ``autotune.core.options.check_arguments``."""
+"""A dict of levers is taken apart before; see ``autotune.core.arguments.check_arguments``."""
 GIVEN_LEVERS = Kind("words", lambda value: (value,) if isinstance(value, str) else tuple(value))
 """``NAME[=VALUE]``, each."""

@@ -65,7 +65,7 @@ class LineReader:
         os.set_blocking(fd, False)
 
     def read(self) -> list[bytes]:
-        """Return every complete line so far. A line beyond the limit is cut to its first bytes."""
+        """Return the complete lines of up to ``_MOST_CHUNKS`` chunks. A line beyond the limit keeps its first bytes."""
         lines: list[bytes] = []
         for _ in range(_MOST_CHUNKS):
             try:

@@ -28,7 +28,7 @@ _PLACEHOLDER = re.compile(r"\{(" + "|".join(NAMES) + r")(?::([^{}]*))?\}")
 _SPLIT = re.compile(r"(?:^|=)(" + "|".join(_KEYS) + r"):(?:" + "|".join((*PRECISIONS, "on", "off")) + r")=")
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json", ".toml", ".py", ".cfg", ".ini", ".conf", ".gin")
-# A configuration file is no larger. A choice.
+# Larger files are not searched for placeholders. A choice.
 _MOST_CONFIG_BYTES = 1024**2
 
 
@@ -76,7 +76,7 @@ class Placeholder:
         return any(value.startswith("-") for value in self.words.values())
 
     def allows(self, key: str) -> bool:
-        """Return whether the placeholder has a word for this value, such as ``bf16`` or ``on``."""
+        """Return whether the placeholder can express a value, such as ``bf16`` or ``on``, by a word or left empty."""
         may_be_unset = self.name == "checkpointing" or self.is_option
         return not self.words or key in self.words or (may_be_unset and key == _UNSET.get(self.name))
 
@@ -297,7 +297,7 @@ def _in_file(path: str) -> list[Placeholder]:
 
 
 def _replace_in_file(path: str, replace: Callable[[Placeholder], str]) -> str:
-    """Return a file's content with placeholders replaced; empty text for a binary file."""
+    """Return a file's content with placeholders replaced, but not beside f-strings; empty where it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -179,7 +179,7 @@ def user_name() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process of this machine started; ``None`` for an unknown process or a zombie."""
+    """Return when a process of this machine started; ``None`` for an unknown process, empty for a zombie."""
     try:
         _, _, rest = Path(_STAT.format(pid=pid)).read_text(encoding="utf-8", errors="replace").rpartition(")")
     except OSError:

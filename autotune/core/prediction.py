@@ -114,7 +114,7 @@ class Operations:
         return sum(flops for _, flops in self._products(batch))
 
     def is_in_half(self, batch: int) -> bool:
-        """Return whether most of these operations are in 16 bits, by autocast or by the dtype of the weights."""
+        """Return whether most of ``product_flops`` are in 16 bits, by autocast or by the dtype of the weights."""
         half = sum(flops for dtype, flops in self._products(batch) if dtype in _HALF)
         return half > self.product_flops(batch) / 2
 

@@ -1,7 +1,7 @@
 """Describe what a long run does beyond the steps that trials measure, as it was run once with the winner.
 
-That is its evaluation, its longest batch, a checkpoint, and memory of the host in all of its processes. What takes
-longer than a moment is run in part, and the whole of it follows from two sizes.
+That is its evaluation, its longest batch, a checkpoint, and memory of the host in all of its processes. A part that
+takes long is run at two sizes, from which the whole is extrapolated.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def extrapolated(small: Part, large: Part, batches: int, flushed_after: int | No
     more = large.batches - small.batches
 
     def at(low: int, high: int, end: int) -> int:
-        """Return a peak at batch ``end`` on the line through both parts."""
+        """Return the peak after ``end`` batches on the line through both parts, at least the larger of their peaks."""
         slope = (high - low) / more if more > 0 and high - low > NOISE_BYTES else 0.0
         return max(low, high, round(high + slope * (end - large.batches)))
 
@@ -162,7 +162,7 @@ class HostUse:
 
     @property
     def steps_left(self) -> int | None:
-        """The number of steps until the host's limit; ``None`` where an epoch does not reach it."""
+        """The number of steps until the host's limit; ``None`` where an epoch, or a copy of everything, fits."""
         if not self.growth_bytes or self.steps is None:
             return None
         room = max(0, self.limit_bytes - self.most_bytes)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 T = TypeVar("T")
 
 VERSION = 1
-"""Of stored and printed documents. It grows when a field changes its meaning; new fields have defaults instead."""
+"""Version of stored and printed documents. It grows if a field changes its meaning; new fields have defaults."""
 _VERSION_FIELD = "schema_version"
 
 

@@ -87,14 +87,14 @@ class Scratch:
         tempfile.tempdir = None
 
     def remove(self) -> None:
-        """Remove the folder and the files listed in it. No process may be writing to it any more."""
+        """Remove the folder and the files in ``cache_list``. No process may be writing to it any more."""
         with contextlib.suppress(OSError), open(self.cache_list, encoding="utf-8") as listed:
             for path in listed.read().splitlines():
                 with contextlib.suppress(OSError):
                     os.unlink(path)
         shutil.rmtree(self.path, ignore_errors=True)
         if os.path.lexists(self.path):
-            # Its owner may not enter a folder whose mode says so, as that of an overlay's work.
+            # Some folders, such as an overlay's work folder, have a mode that keeps even their owner out.
             for folder, names, _ in os.walk(self.path):
                 for path in (os.path.join(folder, name) for name in names):
                     with contextlib.suppress(OSError):
@@ -124,6 +124,7 @@ def make_scratch(prefix: str) -> Scratch:
 
 
 def _make(prefix: str, folder: str | None = None) -> Scratch:
+    """Make a folder with its subfolders in ``folder``; ``None`` means the temporary folder."""
     try:
         path = tempfile.mkdtemp(prefix=prefix, dir=folder)
     except OSError:

@@ -56,7 +56,7 @@ def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def masked_options(words: Sequence[str]) -> list[str]:
-    """Return the options of a command line whose values ``mask_secrets`` replaced."""
+    """Return the options with masked values in a command line that ``mask_secrets`` returned."""
     options = []
     for before, word in zip(("", *words), words, strict=False):
         if word == MASK:
@@ -80,9 +80,9 @@ def _names_a_secret(option: str) -> bool:
 DEFAULT_FUNCTION = "build"
 DEFAULT_LOOP = "train"
 WITHIN_VARIABLE = "AUTOTUNE_RUNS"
-"""Set in the processes that run the user's own code, to the name of that."""
+"""Set in the processes that run the user's own code, to ``TrainingSource.name``."""
 STOP_VARIABLE = "AUTOTUNE_STOP"
-"""Set there, too: the job's process and the file in which a process that it started says why it ended the job."""
+"""Set there, too, to ``PID:FILE`` of the job. A process that it started writes into the file why it ended the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,7 @@ def find_loop(text: str) -> TrainingSource:
 
 
 def _find_function(kind: Literal["build", "loop"], text: str, default: str, what: str, hint: str) -> TrainingSource:
+    """Return the source for ``FILE:FUNCTION``, or ``FILE`` with the ``default`` function."""
     name, colon, function = text.rpartition(":")
     if not colon or not function.isidentifier():
         name, function = text, default
@@ -195,7 +196,7 @@ def locate_function(function: Any, option: str = "trainer") -> str:
     # The cells of a notebook have the names of files that are not there.
     if file is None or not file.endswith(".py") or not os.path.isfile(file):
         raise InvalidRequestError(f"the function {name} is in no file that trials could import", hint)
-    # A decorator may have taken its place; a function within another is called outer.<locals>.inner.
+    # A decorator may have replaced the function; a nested function is called outer.<locals>.inner.
     if inner.__globals__.get(name) is not function:
         raise InvalidRequestError(f"{Path(file).name} does not offer the function {name} under that name", hint)
     return f"{os.path.abspath(file)}:{name}"
@@ -227,7 +228,7 @@ def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
 def _script(file: Path, arguments: Sequence[str], launched: CommandLine, module: str | None = None) -> TrainingSource:
     """Return the source of a script with these arguments and its launcher's variables."""
     template = read_template(arguments, launched.variables, os.getcwd())
-    # A Trainer, which has its settings replaced, would wrap its model for a process group of one.
+    # Only scripts with placeholders get the rank variables: a Trainer would wrap its model for a process group of one.
     ranks = launched.rank_variables if template.names else ()
     return TrainingSource(
         "script",

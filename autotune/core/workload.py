@@ -110,9 +110,9 @@ class Workload:
     def data_folder(self, logs: Path) -> Path:
         """Return the folder of the prepared dataset, beside the logs. Workloads with the same data share it."""
         assert self.data is not None
-        # Of models of images and text, that of the text.
+        # Models of images and text have it in the config of their text model.
         vocabulary = self.config.get("vocab_size") or (self.config.get("text_config") or {}).get("vocab_size")
-        # The number is that of the folder's layout.
+        # 2 is the version of the folder's layout.
         parts = [2, self.data.identity(), self.seq_len, self.task, vocabulary]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         # No study has a name with a dot first.
@@ -129,8 +129,8 @@ class Workload:
     def describe_numerics(self) -> str:
         """Return ``describe_weights``, and the meaning of fp32 where weights are in 16 bits.
 
-        An arm is named by its autocast, which says nothing about products of such weights. A script with a loop of its
-        own may make them of the precision that it is told.
+        An arm is named by its autocast, which says nothing about products of 16-bit weights. A script with a loop of
+        its own is left out, since it may give its weights the dtype of the precision that it is told.
         """
         keeps_dtype = self.source is None or self.source.framework == "trainer"
         is_half = self.dtype != "float32" and keeps_dtype
@@ -153,7 +153,7 @@ class Workload:
                 "bnb_4bit_use_double_quant": True,
                 "bnb_4bit_compute_dtype": self.dtype,
             }
-        # Heads that are new, and trained in full beside the adapters.
+        # New heads are trained in full beside the adapters, so they are not quantized.
         heads = {} if self.task not in _NEW_HEADS else {"llm_int8_skip_modules": list(_NEW_HEADS[self.task])}
         return arguments | heads
 

@@ -32,7 +32,7 @@ class Graded:
 
 
 class Grades:
-    """Replaces predicted step times by measured ones, or scales them by what measurements on other GPUs say.
+    """Replaces predicted step times by measured ones, or scales them by measurements on this GPU or on others.
 
     ``pools`` has the measured trials of this workload by the name of the chip.
     """
@@ -72,7 +72,7 @@ class Grades:
         return Graded(replace(step, seconds=seconds, interval_seconds=interval), "scaled")
 
     def _factor(self, chip: Chip, step: StepTime) -> float | None:
-        """Return measured over predicted time of steps with the same precision and limit, the GPU or the host.
+        """Return the median of measured over predicted time of steps with the same precision and limit (GPU or host).
 
         Steps measured on this GPU come first. ``None`` without such measurements, and for several ranks.
         """
@@ -98,10 +98,10 @@ class Offer:
     graded: Graded | None
     """The fastest candidate that fits; ``None`` where none does or speed is not predicted."""
     why_not: str | None
-    """Why there is none."""
+    """Why there is no such candidate."""
     samples: float
     price_of_one: float | None
-    """For an hour of one GPU."""
+    """Price of an hour of one GPU; ``None`` where it is not known."""
     gpus: int = 1
 
     @property
@@ -116,7 +116,7 @@ class Offer:
 
     @property
     def hours(self) -> float | None:
-        """Duration of the job."""
+        """Duration of the job; ``None`` where no candidate fits or speed is not predicted."""
         return None if self.best is None else self._hours(self.best.seconds)
 
     @property
@@ -146,7 +146,7 @@ class Offer:
 
     @property
     def most_joules_per_sample(self) -> float | None:
-        """Energy of a sample at the boards' power limit."""
+        """Energy of a sample with all GPUs at their power limit; ``None`` where speed is not predicted."""
         if self.best is None or self.chip.rates is None:
             return None
         return self.gpus * self.chip.rates.power_watts / self.best.samples_per_second
@@ -178,7 +178,10 @@ def rank(offer: Offer, offers: Sequence[Offer]) -> int | None:
 
 
 def pareto_front(offers: Sequence[Offer]) -> list[Offer]:
-    """Return the offers for which no other offer is both faster and cheaper, by predicted hours and cost."""
+    """Return the Pareto-optimal offers by predicted hours and cost.
+
+    An offer is left out where another is no worse in both and better in one, or where its hours or cost are unknown.
+    """
     known = [(o, o.hours, o.cost) for o in offers if o.hours is not None and o.cost is not None]
     front = []
     for offer, hours, cost in known:

@@ -77,7 +77,7 @@ _IN_PASSING = frozenset(
     ("elementwise", "normalisation", "normalisation_backward", "softmax", "dropout", "reduction", "cast", "copy",
      "fill", "transpose")
 )  # fmt: skip
-# Where they were not measured: of nine models on an H200 they took 0.2 to 0.5 of the GPU's time.
+# Their share of the GPU's time, where it was not measured: 0.2 to 0.5 for nine models on an H200.
 USUAL_SHARE_IN_PASSING = 0.3
 
 

@@ -16,28 +16,28 @@ from autotune.space.arms import levers_of, memory_class, needs_at_least, without
 from autotune.space.levers import HALF, PRIORS
 
 _COMPILED_FAILS, _LEVER_FAILS, _ARM_FAILS, _CANDIDATE_FAILS, _LIMITED = 0.1, 0.02, 0.1, 0.03, 0.05
-"""How likely what compiles or captures cannot run with a training, another lever, an arm, a single candidate, all
-batches from some size on. Choices."""
+"""Prior probability that one of these fails: a lever that compiles or captures, another lever, an arm, a single
+candidate, all batches from some size on. Choices."""
 _COMPILED_KEEPS = 0.7
 """Share of its activations that a compiled model keeps at least: 0.7 to 1.0 (Qwen2.5-0.5B and Llama-3.1-8B with LoRA,
 H200, 23 November 2026)."""
 _EXPANDED, _EXPANDED_DOUBT = 0.02, 0.012
 """What is reserved beyond what is allocated where segments expand, and its deviation: 0.003 to 0.045 (H200)."""
 _CHECKED, _RIGHT, _DISTRUSTED = 0.02, 0.05, 0.2
-"""Deviation of the logarithm of a measured peak from its prediction: where predictions were checked, before, and where
-a check failed."""
+"""Deviation of the logarithm of a measured peak from its prediction: where predictions were checked, before a check,
+and where a check failed."""
 _UNTRACED = 0.1
 """The same of code that a trace does not show, as compiled layers are: it keeps 0.7 to 1.0 of activations (H200)."""
 _UNCHECKED_RIGHT = 0.9
 """How likely predictions are right before a trial checked one. A choice."""
 _SHARES = (0.003, 0.02, 0.1, 0.25, 0.4, 0.6, 0.8, 0.95)
-"""Share of a peak that grows with the batch, each as likely, where one batch was measured."""
+"""Hypotheses on the share of a peak that grows with the batch, equally likely, where one batch was measured."""
 _FACTORS = (0.4, 0.65, 1.0, 1.5)
-"""What a sample of another memory class takes, over what is usual, each as likely."""
+"""Hypotheses on the memory of a sample of another memory class, over what is usual, equally likely."""
 _ANYWHERE = 0.02
-"""Weight of peaks that grow in no such way. A choice."""
+"""Weight of the hypothesis that peaks grow in none of these ways. A choice."""
 _USUAL_BATCH, _BELOW_OVER = 64.0, 0.3
-"""The batch that fits in one of two searches where nothing is known, and that below one that was too large. Choices."""
+"""The batch that fits with probability 1/2: where nothing is known, and as a share of one that did not fit. Choices."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,11 @@ class _Peaks:
     at: int
     """A measured batch; 0 where none was."""
     log_bytes: float
+    """Logarithm of the peak at ``at``. Where ``at`` is 0: not bytes, but the batch that fits with probability 1/2."""
     slope: float | None
     """Share that grows with the batch, where two batches were measured."""
     factor: float
-    """Of the part that grows, over that of the class in which it was measured; 1 in the class itself."""
+    """The part that grows with the batch, over that of the class in which it was measured; 1 in the class itself."""
     octaves: float = 0.0
     """How many times the batch doubled between the smallest and the largest that were measured in the class."""
 
@@ -110,13 +111,13 @@ class _Peaks:
             return 1 / (1 + batch / self.log_bytes)
 
         def under(at: int, share: float, factor: float) -> float:
-            """Return the probability for one hypothesis."""
+            """Return the probability that batch ``at`` stays under the line, by one hypothesis."""
             times = 1 - share + share * factor * at / self.at
             # The wider the batches that were measured, the farther they tell.
             doubt = 0.005 + 0.05 * abs(math.log2(at / self.at)) / (1 + self.octaves)
             return below((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
 
-        # Where the boundary is neither above what fits nor below what does not by a hypothesis, it is anywhere between.
+        # If no hypothesis holds, the boundary is anywhere between what fits and what does not.
         anywhere = 0.5 if self.over is None else (self.over - batch) / (self.over - self.fitting)
         shares = _SHARES if self.slope is None else (self.slope,)
         factors = [self.factor * f for f in _FACTORS] if self.factor != 1.0 else [1.0]
@@ -152,11 +153,13 @@ class Chances:
             for t in history.tried
             if t.measurement and (p := self._predicted_bytes(t.candidate))
         ]
+        """Memory class of each measured trial, with the logarithm of its measured over its predicted peak."""
         self._contradicted = any(
             (p := self._predicted_bytes(t.candidate)) and math.log(p) < self._line - 2 * _RIGHT
             for t in history.tried
             if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
         )
+        """Whether a trial ran out of memory although its predicted peak was well under the line."""
         self._proven = {n for t in history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
         self._broken_levers = self._weigh_broken_levers()
         self._failures: dict[Arm, list[int]] = {}
@@ -193,7 +196,7 @@ class Chances:
         return self._fits[key]
 
     def _ran_out_compiled(self, candidate: Candidate) -> bool:
-        """Return whether the same arm with another compiler mode ran out of memory at this batch or a smaller one."""
+        """Return whether the arm, compiled in any mode, was over the memory line at this batch or a smaller one."""
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
         return arm.torch_compile and any(
             t.candidate.arm.torch_compile
@@ -204,7 +207,10 @@ class Chances:
         )
 
     def _allocated_bytes(self, candidate: Candidate) -> int | None:
-        """Return the allocated bytes measured without expandable segments; ``None`` where not measured."""
+        """Return the peak of allocated bytes measured without expandable segments, for an arm that has them.
+
+        ``None`` where it was not measured, and for other arms.
+        """
         if not candidate.arm.expandable_segments:
             return None
         plain = replace(candidate, arm=without(candidate.arm, ["expandable_segments"]))
@@ -212,12 +218,16 @@ class Chances:
         return max(measured, default=None)
 
     def _by_checkpointed_layers(self, candidate: Candidate) -> float:
-        """Return the probability to fit, interpolated between trials with other numbers of checkpointed layers."""
+        """Return a factor on the probability to fit, from trials that checkpoint other numbers of layers.
+
+        It grows linearly from 0 at the largest number that was over the line to 1 at the smallest that fitted.
+        Without a trial over the line it is 1.
+        """
         layers = self._history.layers
 
         def alike(tried: Tried) -> bool:
             other = tried.candidate
-            # Most have another batch, and copies take longer than to see that.
+            # Most trials have another batch. Comparing that first saves a copy.
             if other.per_device_train_batch_size != candidate.per_device_train_batch_size:
                 return False
             arm = replace(other.arm, checkpointed_layers=candidate.arm.checkpointed_layers)
@@ -230,12 +240,12 @@ class Chances:
         fits = [t.candidate.arm.checkpointed_layers or layers for t in tried if self._history.is_feasible(t)]
         if not over:
             return 1.0
-        # Where none fitted yet, all layers may.
+        # Where no number fitted yet, that of all layers may.
         least = min(fits, default=layers)
         return min(1.0, max(0, candidate.arm.checkpointed_layers - max(over)) / max(1, least - max(over)))
 
     def _predicted_bytes(self, candidate: Candidate) -> int | None:
-        """Return the predicted peak of a candidate, or ``None``. Compiled steps are derived from plain ones."""
+        """Return a candidate's predicted reserved bytes, or ``None``. Compiled steps are derived from plain ones."""
         memory = self._history.memory
         if memory is None:
             return None
@@ -252,7 +262,10 @@ class Chances:
         return predicted.peak_reserved_bytes if predicted else None
 
     def _by_prediction(self, candidate: Candidate, predicted: float) -> float:
-        """Return the probability to fit from a predicted peak and from the predicted peaks of trials out of memory."""
+        """Return the probability to fit from a predicted peak and from the predicted peaks of trials out of memory.
+
+        ``predicted`` is the logarithm of the predicted bytes.
+        """
         memory, arm = self._history.memory, candidate.arm
         assert memory is not None
         room = self._line - predicted
@@ -260,6 +273,7 @@ class Chances:
         rooms = [self._line - math.log(p) for t in ran_out if (p := self._predicted_bytes(t.candidate))]
 
         def under(mean: float, width: float) -> float:
+            """Return the probability to fit, where log(measured / predicted peak) has this mean and deviation."""
             # The boundary is below what ran out.
             least = below((max(rooms) - mean) / width) if rooms else 0.0
             return max(0.0, below((room - mean) / width) - least) / (1.0 - least + 1e-9)
@@ -302,7 +316,10 @@ class Chances:
         return chance * runs / total
 
     def _evidence(self, arm: Arm, limit: float) -> tuple[float, float]:
-        """Return the likelihood of an arm's trials if it is broken and if not, where batches from ``limit`` on fail."""
+        """Return prior times likelihood of an arm's trials, if it is broken and if not.
+
+        Batches from ``limit`` on are taken to fail in any case.
+        """
         failed, completed = self._failures.get(arm, []), self._completed.get(arm, [])
         if any(batch >= limit for batch in completed):
             return 0.0, 0.0
@@ -360,9 +377,9 @@ class Chances:
 
 
 _WAYS = ("regional_compilation", "torch_compile_mode")
-"""How to compile."""
+"""Levers that say how to compile."""
 _BY_ITSELF, _MOST_SUSPECTS = 0.002, 8
-"""How likely a candidate fails with whole levers, and how many may be the cause. Choices."""
+"""Probability that a candidate fails though none of its levers is broken; most levers that are suspected. Choices."""
 
 
 def _failure_prior(lever: str) -> float:

@@ -51,7 +51,10 @@ class Judge:
         self._space, self._history = space, history
 
     def is_open(self, candidate: Candidate) -> bool:
-        """Return whether a candidate was not tried, is not under way, and is ruled out by no trial or prediction."""
+        """Return whether a candidate was not tried, is not under way, and is ruled out by no trial or prediction.
+
+        It must also not offload the optimizer state, or reduce gradients in each micro-step, without need.
+        """
         return self._why_closed(candidate) is None
 
     def _why_closed(self, candidate: Candidate) -> Refusal | None:
@@ -99,10 +102,10 @@ class Judge:
         return not completed and self._failures(arm) >= _DOUBTFUL_FROM
 
     def in_expandable_segments(self, tried: Tried) -> Candidate | None:
-        """Return the candidate with expandable segments, for a trial that failed by fragmentation.
+        """Return the candidate with expandable segments, for a trial that was over the line by fragmentation alone.
 
-        ``None`` where that was tried or cannot help: too much was allocated, or CUDA graphs keep the memory that they
-        reserved.
+        ``None`` where that candidate is not open, or where it cannot help: the trial gave no peak, too much was
+        allocated, or CUDA graphs keep the memory that they reserved.
         """
         arm, measured = tried.candidate.arm, tried.measurement
         if arm.expandable_segments or "expandable_segments" not in self._space.late or replays_graphs(arm):
@@ -138,7 +141,7 @@ class Judge:
         return sorted(reachable)
 
     def _may_fit_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> bool:
-        """Return whether a candidate with a batch at this multiple is still open or running."""
+        """Return whether a candidate with a batch at this multiple is open or running, doubtful arms left out."""
         pending = self._history.pending
         return any(
             candidate in pending or self.is_open(candidate)

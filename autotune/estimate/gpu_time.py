@@ -45,14 +45,14 @@ class Efficiencies:
     """Share of the float32 peak that attention in float32 reaches, whatever the precision of other products."""
     float32_backward: float = 0.648
     flash_forward_ramp: float = 161.0
-    """Of a sequence of so many keys, attention takes twice as long as its operations would at that share."""
+    """Number of keys at which attention takes twice as long as its operations would at that share."""
     flash_backward_ramp: float = 140.0
     flash_backward_causal: float = 154.0
     """What a causal mask adds to the ramp: tiles on the diagonal are computed whole."""
     flash_dropout: float = 1.39
     """What dropout adds in the forward pass, in times of attention without; causal masks do not halve it."""
     efficient_ramp: float = 49.2
-    """The same of attention in float32 and of attention with a bias, in both passes."""
+    """The ramp of attention in float32 and of attention with a bias, in both passes."""
     efficient_causal: float = 57.4
     efficient_dropout: float = 0.306
     convolution: float = 0.509
@@ -92,6 +92,7 @@ _TILES = ((256, 128, 1.0), (128, 128, 0.93), (128, 64, 0.75), (64, 64, 0.5))
 _SPLITS = (1, 2, 4, 8, 16)
 """Numbers of parts into which the inner dimension may be cut, so that all multiprocessors have work."""
 _LEAST_SPLIT = 512
+"""Least inner dimension of a part."""
 _ALIGNMENT_BYTES = 16
 _ATTENTION_TILE = 64
 """Queries and keys of a tile of attention."""
@@ -193,7 +194,7 @@ class GpuModel:
         return max(best, self._traffic_seconds(moved, self._efficiencies.product_traffic))
 
     def _unaligned(self, dtype: str) -> float:
-        """Return the slow-down of products whose rows are not aligned for tensor cores."""
+        """Return the factor on the rate, 1 or less, of products whose rows are not aligned for tensor cores."""
         if dtype in _HALF:
             return self._efficiencies.unaligned_half_products
         # Without tensor cores, elements are loaded one by one anyway.
@@ -226,7 +227,7 @@ class GpuTime:
     update: float
     """Including the clipping of gradients."""
     by_kind: dict[str, float]
-    """For a whole step."""
+    """Seconds of a whole step by kind of operation."""
 
     def of_step(self, accumulation: int) -> float:
         """Return the seconds of a step of ``accumulation`` micro-steps."""
@@ -239,7 +240,7 @@ def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: 
     by_kind: dict[str, float] = {}
     for operation in operations.rows:
         if operation.part == "update" and operation.kind == "fill":
-            # Of the first step of an optimizer, which creates its state.
+            # An optimizer fills its new state in its first step alone.
             continue
         seconds = operation.count * model.seconds(operation, batch)
         parts[operation.part] += seconds
@@ -254,13 +255,13 @@ def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: 
 
 
 FITTED_CHIP = "h200"
-"""Constants were fitted to it, so that nothing is to be corrected there."""
+"""Constants were fitted to this chip, so its matrix product rates are not corrected."""
 _MOST = 1.6
-"""A measured rate further from the predicted one than the interval of other GPUs reaches is not believed."""
+"""Largest factor between a measured and a predicted rate that is believed, as wide as the interval of other GPUs."""
 
 
 def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
-    """Return the chip with its matrix product rates and its link corrected by measurements.
+    """Return the chip with its link corrected by measurements and, but for the fitted chip, its matrix product rates.
 
     With published micro-benchmarks of four GPUs in place of measured ones, the median error of their published
     throughputs fell from 14.6 to 7.0 % in float32 and from 9.2 to 3.0 % in TF32, and rose from 22.7 to 23.7 % in fp16
@@ -287,7 +288,7 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
         tf32_flops=None if rates.tf32_flops is None else rates.tf32_flops * factors["tf32"],
         fp32_flops=rates.fp32_flops * factors["fp32"],
     )
-    # What class of chip it is follows from the specified rates.
+    # The specified rates decide whether tensor cores sum at half rate. Corrected rates that say otherwise are dropped.
     return replace(chip, rates=corrected) if corrected.sums_at_half_rate == rates.sums_at_half_rate else chip
 
 

@@ -25,7 +25,7 @@ def cap_of(arm: Arm, ceiling: Ceiling) -> int:
 
 
 def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:
-    """Return whether a completed trial ran every micro-step of its candidate's step."""
+    """Return whether a trial ran every micro-step of its candidate's step; true where it did not complete."""
     if not isinstance(outcome, Completed):
         return True
     if outcome.source is not None and outcome.source.derived:
@@ -63,14 +63,14 @@ class History:
     tolerance: float = DEFAULT_TOLERANCE
     """Relative gain in speed below which a candidate is not worth a trial."""
     elsewhere: dict[Candidate, float] = field(default_factory=dict)
-    """Samples a second of candidates on other machines of this kind, which fit here too, if they need as much. They
+    """Samples a second of candidates measured on other machines of this kind, whose peaks fit under this ceiling. They
     decide what is tried first, and nothing else."""
     own: Candidate | None = None
     """The settings of the user's own code, unmodified; ``None`` where it has none, or a model is searched by name."""
     layers: int = 1
     """How many layers may recompute their activations."""
     compiled_recomputes: bool = True
-    """Whether what is compiled with its checkpoint recomputes all that it is to."""
+    """Whether a compiled model with gradient checkpointing recomputes all activations that it should."""
     before: Mapping[Kind, Deviations] = field(default_factory=dict)
     """How processes deviated on this machine before these trials."""
     _summed_up: _Summary | None = field(default=None, repr=False, compare=False)
@@ -101,7 +101,7 @@ class History:
 
     @property
     def pool(self) -> Pool:
-        """The feasible trials, pooled by their candidates."""
+        """The feasible trials, pooled by candidate, without candidates that were over the line in another trial."""
         return self._summary().pool
 
     def is_host_bound(self, candidate: Candidate) -> bool:
@@ -120,7 +120,7 @@ class History:
     def is_over(self, tried: Tried) -> bool:
         """Return whether a trial shows that its candidate needs more memory than the line allows.
 
-        Running out of host memory shows nothing about the device's.
+        Running out of host memory shows nothing about the device's, nor does a disturbed trial that ran out of memory.
         """
         if isinstance(tried.outcome, OutOfMemory):
             return tried.outcome.where == "device" and not tried.outcome.disturbed
@@ -150,7 +150,10 @@ class History:
         return min((tried.candidate.per_device_train_batch_size for tried in over), default=None)
 
     def over_with_no_more(self, arm: Arm, *, accumulates: bool) -> list[Tried]:
-        """Return the trials over the line whose arm needs no more memory than this one at the same batch."""
+        """Return the trials over the line whose arm needs no more memory than this one at the same batch.
+
+        Trials with accumulation are among them only where ``accumulates`` is true.
+        """
         own = memory_class(arm)
         return [
             tried
@@ -194,7 +197,8 @@ class History:
 
         The user's own settings win where the fastest candidate is not distinguishably faster, and by no more than 10 %.
         Else the least intrusive candidate wins among those within the tolerance of the fastest. Among equally
-        convenient candidates the fastest wins, or one with a lower peak whose expected loss is within the tolerance.
+        convenient candidates the one with the lowest peak wins, if its expected loss against the fastest is within the
+        tolerance.
         """
         believed = self.believed(among)
         fastest = max(believed, key=speed_of, default=None)

@@ -22,7 +22,7 @@ _LEAST_EXPANDABLE_EXCESS = 0.003
 
 @dataclass(frozen=True)
 class Question:
-    """One prediction job: the peaks of one memory class at some batches."""
+    """One prediction job: the peaks of one prediction class at some batches."""
 
     arm: Arm
     batches: tuple[tuple[int, int], ...]
@@ -44,7 +44,7 @@ class Question:
 
 
 def questions(arms: Sequence[Arm], batches: Iterable[tuple[int, int]], multiple: int | None) -> list[Question]:
-    """Return the questions for arms and ``(batch, accumulation)`` pairs, one for each memory class.
+    """Return the questions for arms and ``(batch, accumulation)`` pairs, one for each prediction class.
 
     Where FSDP is searched without DDP, DDP's classes get a question without a batch, since their operations are needed.
     """
@@ -95,7 +95,8 @@ def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]
 def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
     """Return whether ``over``, which ran out of memory, shows that the candidate does not fit.
 
-    It does if its batch is no larger and the candidate's arm keeps at least as many activations.
+    It does if its batch is no larger, it accumulates only where the candidate does, and the candidate's arm needs at
+    least as much memory.
     """
     return (
         needs_at_least(prediction_class(candidate.arm), prediction_class(over.arm))
@@ -151,7 +152,7 @@ class MemoryModel:
         self._checks: list[tuple[Arm, bool]] | None = None
         self._checkable: bool | None = None
         self._trusted: dict[Arm, bool] = {}
-        """By prediction class. Kept, since it is asked for very often."""
+        """Results of ``trusted`` by prediction class, kept since it is called very often."""
         self.version = 0
         """Increases with every prediction that is added."""
 
@@ -251,7 +252,7 @@ class MemoryModel:
         return self._largest.get(prediction_class(arm))
 
     def learn(self, candidate: Candidate, outcome: Outcome, cap_bytes: int | None = None) -> None:
-        """Compare earlier and later predictions with the outcome of a trial.
+        """Record the outcome of a trial, with which earlier and later predictions are compared.
 
         ``cap_bytes`` is the trial's memory cap, where it differs from this ceiling's.
         """
@@ -308,12 +309,11 @@ class MemoryModel:
         return self._trusted[of_class]
 
     def surely_over(self, candidate: Candidate) -> bool:
-        """Return whether the candidate is too large beyond doubt: the bytes it allocates alone exceed the line.
+        """Return whether predictions rule the candidate out: the lower end of its memory exceeds the line.
 
-        So it is where the lower end of the reserved bytes exceeds the line. DeepSpeed's reserved bytes are an estimate.
-
-        Only predictions that were checked on this machine rule a candidate out for good. Before the first check it
-        waits, as long as a candidate that may fit is left to try.
+        Allocated and reserved bytes are compared; of DeepSpeed only allocated ones, since its reserved bytes are an
+        estimate. Only predictions that are ``trusted`` rule a candidate out for good. Before the first check it is
+        ruled out as long as a candidate that may fit is left to try.
         """
         if self._may_fit(candidate) is not False:
             return False

@@ -19,7 +19,7 @@ from autotune.estimate.pooling import Tried, within_error
 _ERRORS = 1.645
 # A trial of threads that wait for one another loses more than the time for which one of them waits. A choice.
 _THREADS_WAIT_TIMES = 2.0
-# Of a trial that others disturbed by an amount that is not known. A choice.
+# Share of the machine that others are taken to use during a disturbed trial, where it is not known. A choice.
 _UNKNOWN_SHARE = 0.3
 _MOST_SHARE = 0.95
 # The only candidate that was measured is told with an interval of up to this half-width, as a logarithm. A choice.
@@ -35,7 +35,7 @@ class _Seen:
     error: float
     """Standard error of that logarithm."""
     lost: float
-    """By how much its logarithm may be too large for what others took."""
+    """By how much that logarithm may be too large because of other processes."""
     others_share: float
     step_error: float
     process_deviation: float
@@ -44,7 +44,8 @@ class _Seen:
 def too_noisy(history: History, answer: Candidate, among: Iterable[Candidate]) -> str | None:
     """Return why noise hides whether the answer is the fastest candidate; ``None`` where it does not.
 
-    Noise hides it where another candidate may be faster by more than 10 %, at a probability of 5 %.
+    Noise hides it where another candidate may be faster by more than 10 %, at a probability of 5 %. Where only the
+    answer was measured, its interval must not be wider than a fixed limit.
     """
     every = {each: seen for each in {answer, *among} if (seen := _noise_of(history, each)) is not None}
     chosen = every.pop(answer, None)
@@ -87,7 +88,7 @@ def _noise_of(history: History, candidate: Candidate) -> _Seen | None:
 
 
 def _step_error(tried: Tried) -> float:
-    """Return the standard error of a trial's mean step without known causes; 0 for a single step.
+    """Return the relative standard error of a trial's mean step without known causes; 0 for a single step.
 
     Known causes are different batch lengths and shapes that are new to the process. Neither is noise.
     """
@@ -98,7 +99,7 @@ def _step_error(tried: Tried) -> float:
 
 
 def _others_share(tried: Tried) -> float:
-    """Return the share of the machine that other processes used during a trial."""
+    """Return the share of the time for which other processes had the device; 0 for an undisturbed trial."""
     if not isinstance(tried.outcome, Completed) or not tried.outcome.disturbed:
         return 0.0
     return min(_MOST_SHARE, tried.outcome.others_share or _UNKNOWN_SHARE)

@@ -150,7 +150,10 @@ def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
 
 
 def _sum_deviations(parts: Iterable[tuple[float, float, int]]) -> Deviations:
-    """Add up deviations between processes, less the noise of steps, but at least half of them."""
+    """Add up deviations between processes, less the noise of steps, but keep at least half of the squares.
+
+    Each part has the sum of squares, the part of it that the noise of steps explains, and the degrees of freedom.
+    """
     squares, within, degrees = map(math.fsum, zip(*parts, strict=True))
     return Deviations(max(squares - within, squares / 2), degrees)
 
@@ -199,14 +202,14 @@ class Pool:
         return _counting(self._trials.get(candidate, ()))
 
     def deviation_seen(self, candidate: Candidate) -> float:
-        """Return the standard deviation between processes of such candidates in these trials; 0 without repetitions."""
+        """Return the deviation between processes of candidates of this kind, in these trials; 0 without repetitions."""
         if self._deviations is None:
             self._deviations = deviations(self._trials.values())
         squares, degrees = self._deviations.get(_kind(candidate, self.busy_share(candidate)), Deviations())
         return math.sqrt(squares / degrees) if degrees else 0.0
 
     def degrees(self, candidate: Candidate) -> float:
-        """Return the degrees of freedom of the known deviation between processes of such a candidate."""
+        """Return the degrees of freedom of the deviation between processes, measured for candidates of this kind."""
         kind = _kind(candidate, self.busy_share(candidate))
         return self._shown(kind).degrees
 
@@ -226,7 +229,7 @@ class Pool:
         return replace(last, outcome=Completed(measured, source=getattr(last.outcome, "source", None)))
 
     def is_faster(self, candidate: Candidate, other: Candidate) -> bool:
-        """Return whether a candidate is significantly faster than another, at 95 %."""
+        """Return whether a candidate is significantly faster than another, at 95 %, or if it alone was measured."""
         one, two = self.speed(candidate), self.speed(other)
         if one is None or two is None:
             return one is not None
@@ -234,7 +237,7 @@ class Pool:
         return gain.mean > gain.half_width()
 
     def expected_gain(self, candidate: Candidate, over: Candidate) -> float:
-        """Return the expected relative speed-up of a candidate over another, with a slow-down counted as 0."""
+        """Return the expected relative speed-up of a candidate over another; 0 for a slow-down or without a speed."""
         one, other = self.speed(candidate), self.speed(over)
         if one is None or other is None:
             return 0.0

@@ -6,8 +6,8 @@ Gaussian process over candidates:
 - its mean is the predicted step where there is one, else what precision, checkpointing, batch and levers usually do;
 - its kernel adds up what candidates have in common: the machine, the precision, checkpointing, each lever, each pair of
   levers, what small batches cost, and a smooth function of the batch;
-- a trial observes the GPU's time by the share of the step in which the GPU was busy, and the host's where it was not. A
-  step that the GPU fills says only that the host takes no longer.
+- a trial observes the GPU's time by the share of the step in which the GPU was busy, and the host's time where the GPU
+  does not limit the step. A step that the GPU fills says only that the host takes no longer.
 
 So a lever that shortens the host's time alone promises nothing where the GPU limits the step, and two levers that pay
 only together promise it together: no rule says so.
@@ -36,9 +36,9 @@ from autotune.space.space import plain_loader, waits_for_data
 Floats = NDArray[np.float64]
 
 _FULL = 0.95
-"""Share of a step in which a GPU that limits it is busy: 0.92 and 0.89 of BERT-large, up to 0.97 (H200)."""
+"""Share of a GPU-bound step in which the GPU is busy: 0.92 and 0.89 for BERT-large, up to 0.97 (H200)."""
 _HOST_SECONDS = 0.03
-"""Of a micro-step, where nothing is known: between 0.005 and 0.2 s on H200 machines. A choice."""
+"""Host time of a micro-step where nothing is known: between 0.005 and 0.2 s on H200 machines. A choice."""
 
 
 @dataclass(frozen=True)
@@ -59,28 +59,34 @@ _GPU: Mapping[str, Effect] = {
 _HOST: Mapping[str, Effect] = {
     "half": Effect(0.15, 0.12), "fp16": Effect(0.15, 0.1), "fp32": Effect(0.0, 0.01), "recomputing": Effect(0.25, 0.07),
 }  # fmt: skip
-# Where no trial tells the GPU's share, as on a CPU: bf16 may be slower or faster than fp32 there, and what each
-# micro-step takes besides is part of the one time. Choices, and wide.
+# Effects on the whole step's time where no trial tells the GPU's share, as on a CPU: bf16 may be slower or faster than
+# fp32 there, and the fixed time of each micro-step is part of the one time. Choices, and wide.
 _WHOLE: Mapping[str, Effect] = {
     **_GPU, "single": Effect(0.0, 0.7), "fp32": Effect(0.0, 0.35), "small batch": Effect(0.15, 0.3),
 }  # fmt: skip
-# With predicted steps as the mean, features correct it: errors of some per cent that steps of one precision share
-# (studies/corrections.py).
+# Largest deviation of an effect where predicted steps are the mean: features then only correct errors of some per cent
+# that steps of one precision share (studies/corrections.py).
 _PREDICTED = 0.06
 _MACHINE, _MACHINE_PREDICTED = 4.0, 0.3
 _HOST_MACHINE, _HOST_PREDICTED = 2.0, 0.35
+"""Deviation of what all candidates share on a machine, for GPU and host, without and with predicted steps."""
 _SMOOTH, _OCTAVES = 0.02, 2.5
 """Deviation of the smooth function of the batch, and over how many doublings it changes."""
 _OWN = 0.004
-"""Deviation of a candidate from all of that."""
+"""Deviation of a candidate's own part, which neither its features nor its batch explain."""
 _SURELY_NOT = 0.02
+"""Where the GPU limits a step with at most this probability, the step says nothing about the GPU's time."""
 _PINNED = Effect(-0.07, 0.08)
 """Pinned to one core, host-bound steps were 0.98 to 1.3 times as fast (H200)."""
 
 
 @dataclass
 class Process:
-    """A Gaussian process with a linear part, given observations of some candidates."""
+    """A Gaussian process with a linear part, given observations of some candidates.
+
+    ``machine``, ``smooth`` and ``own`` are standard deviations: of the part that all candidates share, of the smooth
+    function of the batch, and of each candidate's own part.
+    """
 
     effects: dict[str, Effect]
     machine: float
@@ -98,7 +104,7 @@ class Process:
         self.variances.append(deviation**2)
 
     def posterior(self, among: Sequence[Features]) -> tuple[Floats, Floats]:
-        """Return mean and deviation of the process at some candidates, relative to the prior mean."""
+        """Return the posterior mean, less the prior mean, and the standard deviation at each of some candidates."""
         names = sorted({name for each in (*self.points, *among) for name in each.amounts})
         index = {name: i for i, name in enumerate(names)}
         known = [self.effects[name].deviation if name in self.effects else 0.0 for name in names]
@@ -112,7 +118,7 @@ class Process:
             return np.asarray(out * deviations, dtype=np.float64)
 
         def smooth(one: Floats, other: Floats) -> Floats:
-            """Return the covariance between batch sizes."""
+            """Return the covariance of two batches, in octaves: of the machine and of the smooth function."""
             apart = (one[:, None] - other[None, :]) / _OCTAVES
             return np.asarray(self.machine**2 + self.smooth**2 * np.exp(-0.5 * apart**2), dtype=np.float64)
 
@@ -168,12 +174,13 @@ def features(candidate: Candidate) -> Features:
     amounts["step"] = 8 / candidate.samples_per_step
     levers = sorted(levers_of(arm, PRIORS))
     amounts |= dict.fromkeys(levers, 1.0)
-    # What changes no operation goes with every lever, and says nothing about each.
+    # Only levers that change operations form pairs. The others combine with every lever alike.
     changing = [name for name in levers if BY_NAME[name].operations is None]
     amounts |= {f"{one} and {other}": 1.0 for one, other in combinations(changing, 2)}
     return Features(candidate, amounts, math.log2(candidate.per_device_train_batch_size))
 
 
+# Fields of an arm whose values, where set, are features of their own.
 _FURTHER = ("attn_implementation", "optim", "strategy", "use_liger_kernel", "experts_implementation", "sync_each_batch")
 _FURTHER_EFFECT = Effect(0.0, 0.1)
 _PAIR = 0.05
@@ -189,18 +196,22 @@ class SpeedModel:
         seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
         is_busy_known = any(what_limits(t.measurement).gpu_busy_share is not None for t in seen if t.measurement)
         self._is_whole = len(seen) > 1 and not is_busy_known and not self._is_predicted
-        """Whether a step has one time alone, since nobody knows the host's part. The defaults are not asked for it."""
+        """Whether a step has one time, not a GPU's and a host's: of several trials none measured the GPU's share. One
+        trial does not show that, since a trial of the defaults does not measure it."""
         self._usual_gpu = _WHOLE if self._is_whole else _GPU
         passing = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
         self._passing = passing[-1] if passing else USUAL_SHARE_IN_PASSING
         self._data_seconds = 0.0
-        """How long a sample is waited for, as the last trial showed."""
+        """Seconds per sample for which the last trial waited for data."""
         self._gpu_base, self._host_base = self._bases()
         self._gpu, self._host = self._processes()
         self._learn(seen)
 
     def _bases(self) -> tuple[float, float]:
-        """Return the logarithms of the known GPU seconds of a sample and host seconds of a micro-step, in bf16."""
+        """Return the logarithms of GPU seconds per sample and host seconds per micro-step, for bf16 in large batches.
+
+        They follow from a predicted step. Without one they are assumed, and ``_is_predicted`` becomes false.
+        """
         known = next(iter(self._history.steps.known()), None) if self._history.steps is not None else None
         if known is None:
             self._is_predicted = False
@@ -230,7 +241,7 @@ class SpeedModel:
         for one, other in combinations(sorted(PRIORS), 2):
             gpu_effects[f"{one} and {other}"] = host_effects[f"{one} and {other}"] = Effect(0.0, _PAIR)
         for part, whole in ((name, whole) for name in PRIORS if (whole := BY_NAME[name].part_of)):
-            # A part says what it does with its whole.
+            # The prior of a part holds for the part with its whole, so their pair takes back the effect of the whole.
             for effects in (gpu_effects, host_effects):
                 if whole in effects:
                     name = " and ".join(sorted((part, whole)))
@@ -271,7 +282,10 @@ class SpeedModel:
             self._learn_from_sum(at, total, noise, filled=any(p is at for p in self._gpu.points))
 
     def _learn_from_sum(self, at: Features, total: float, noise: float, *, filled: bool) -> None:
-        """Add a trial for which it is unknown whether the GPU or the host limits the step."""
+        """Add a trial that did not observe the host's time: the GPU limits it (``filled``), or the limit is unknown.
+
+        ``total`` is the logarithm of the seconds per sample.
+        """
         host, doubt = (float(v[0]) for v in self._host.posterior([at]))
         host += self._host_mean(at)
         if not filled:
@@ -299,7 +313,7 @@ class SpeedModel:
             self._host.observe(at, value - self._host_mean(at), math.sqrt(1 / precision))
 
     def _noise(self, tried: Tried) -> float:
-        """Return the relative deviation of a trial's measured time."""
+        """Return the relative standard error of a candidate's measured time, at least 0.3 %."""
         measured = tried.measurement
         assert measured is not None
         speed = self._history.speed(tried.candidate)
@@ -311,7 +325,7 @@ class SpeedModel:
         return max(0.003, own.error / own.mean)
 
     def _features(self, candidate: Candidate) -> Features:
-        """Return a candidate's features, with an extra feature where only other candidates have predictions."""
+        """Return a candidate's features, with one more where steps are predicted but not this candidate's."""
         at, arm = features(candidate), candidate.arm
         if arm.checkpointed_layers is not None:
             at = replace(at, amounts={**at.amounts, "recomputing": arm.checkpointed_layers / self._history.layers})
@@ -321,6 +335,7 @@ class SpeedModel:
         return at
 
     def _gpu_mean(self, at: Features) -> float:
+        """Return the prior mean of the logarithm of the GPU's seconds per sample."""
         candidate = at.candidate
         if (step := self._predicted(candidate)) is not None:
             base = math.log(step.gpu_seconds / candidate.samples_per_step)
@@ -329,6 +344,7 @@ class SpeedModel:
         return base + self._gpu.mean(at)
 
     def _host_mean(self, at: Features) -> float:
+        """Return the prior mean of the logarithm of the host's seconds per sample."""
         candidate = at.candidate
         if (step := self._predicted(candidate)) is not None:
             base = math.log(step.host_seconds / candidate.samples_per_step)
@@ -360,7 +376,8 @@ class SpeedModel:
     def expected(self, among: Sequence[Candidate], best: float) -> tuple[Floats, Floats]:
         """Return the expected improvement of candidates over a speed, and their expected seconds, in logarithms.
 
-        ``best`` is in samples a second. The seconds of a sample are roughly the larger of the GPU's and the host's.
+        ``best`` is in samples a second. The expected seconds of a sample are the larger of the GPU's and the host's,
+        without waits for data.
         """
         gpu, gpu_error, host, host_error = self.times(among)
         limit = -math.log(best)
@@ -376,9 +393,9 @@ class SpeedModel:
 def extra_seconds(history: History, candidate: Candidate) -> float:
     """Return the seconds that a trial takes beyond a usual trial, mostly for compilation.
 
-    The value is that of the last trial with the same shapes, whose code may be cached, else the longest measured, else
-    the prior. BERT-large took 10.9 s to compile, 2.3 s at the same batch without graphs, and 9.2 s at another batch
-    (H200, 28 November 2026).
+    For a compiled candidate they are those of the last trial with the same compiler settings and shapes, whose code may
+    be cached, else the longest with the same compiler settings. Otherwise they are the prior. BERT-large took 10.9 s to
+    compile, 2.3 s at the same batch without graphs, and 9.2 s at another batch (H200, 28 November 2026).
     """
     has, compiler = levers_of(candidate.arm, PRIORS), _compiler(candidate.arm)
     if has and compiles(candidate.arm):

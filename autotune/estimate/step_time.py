@@ -30,21 +30,22 @@ _COPIES = 4
 """Reads and writes of a gradient: into its bucket, and back (the Trainer leaves ``gradient_as_bucket_view`` off)."""
 
 _GATHER_HOST_SECONDS = 2.3e-5
-"""What the host takes for each parameter of a micro-step, to gather it, to free it and to reduce its gradient."""
+"""Host time for each parameter in a micro-step, to gather it, to free it and to reduce its gradient."""
 _GATHER_AGAIN_HOST_SECONDS = 3.9e-5
-"""What it takes besides where weights are freed after the forward pass and gathered again."""
+"""Host time added to that where weights are freed after the forward pass and gathered again."""
 _SHARDED_UPDATE_HOST_SECONDS = 8.2e-5
-"""What it takes for each parameter besides in clipping and in the optimizer, whose tensors are then DTensors.
+"""Host time added for each parameter in clipping and in the optimizer, whose tensors are then DTensors.
 
 These three are from steps of BERT-large in bf16 on two H200 (studies/landscapes): two with FSDP that frees weights, and
 one that keeps them, compared with two of DDP that the host limited as well. They are divided by 1.55, by which that
 host was slower than the one that ``HostSpeed`` describes."""
 
 _PARAMETERS_OF_LAYER = 12
-"""Of GPT-2; 16 of BERT and ViT, 9 of Llama."""
+"""Parameter tensors of a layer: 12 in GPT-2 (16 in BERT and ViT, 9 in Llama)."""
 
 Case = Literal["best", "usual", "worst"]
 _CASES: tuple[Case, ...] = ("worst", "usual", "best")
+"""In the order of ``Link.cases``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +53,18 @@ class Exchange:
     """What communication adds to the steps of a rank, in seconds."""
 
     exchanged: float
-    """Of a whole step, for which gradients are reduced and weights gathered if nothing else runs, hidden or not."""
+    """Time to reduce gradients and gather weights in a whole step, hidden or not, if nothing else runs."""
     shown: float
-    """Of it what nothing hides: the last bucket; under FSDP the first gathering and the last reduction."""
+    """The part that computation cannot hide: the last bucket; under FSDP the first gathering and the last reduction."""
     copies: float = 0.0
-    """Of gradients into buckets, and back."""
+    """Time to copy gradients into buckets, and back."""
     host_micro_step: float = 0.0
-    """Of the host, for its calls in a micro-step."""
+    """Host time for communication calls in a micro-step."""
     host_step: float = 0.0
+    """Host time that sharded tensors add to clipping and the optimizer."""
 
     def added_seconds(self, busy_seconds: float, *, overlaps: bool = True) -> float:
-        """Return how much communication lengthens a step, after overlap with computation of ``busy_seconds``.
+        """Return the seconds that communication adds to a step, after overlap with computation of ``busy_seconds``.
 
         Under DDP it overlaps with the last backward pass, under FSDP with all computation.
         """
@@ -108,7 +110,7 @@ def _link(chip: Chip) -> Link:
 
 
 def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual") -> Exchange:
-    """Return the all-reduce of gradients between ranks on GPUs of one host.
+    """Return what DDP's all-reduce of gradients adds to the steps of a rank, on GPUs of one host.
 
     A ring sends each byte 2 (n - 1) / n times. Raises ``InvalidRequestError`` for GPUs without a known link.
     """
@@ -171,7 +173,7 @@ class HostSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """Uncertainty of a prediction, as factors of the GPU's and of the host's time."""
+    """Uncertainty of a prediction: the smallest and the largest factor on the GPU's and on the host's time."""
 
     gpu: tuple[float, float]
     host: tuple[float, float]
@@ -220,7 +222,7 @@ class StepTime:
     unknown_operations: dict[str, int] = field(default_factory=dict)
     """How often a micro-step and the update run each operation of which only the memory traffic is predicted."""
     alone_seconds: float = 0.0
-    """What a rank would take if there were no others."""
+    """Seconds of a step if there were one rank only."""
 
     @property
     def scaling_efficiency(self) -> float | None:
@@ -340,6 +342,7 @@ class StepTimeModel:
 
 
 def _scaled_gpu_time(gpu: GpuTime, factor: float) -> GpuTime:
+    """Return the times of all parts multiplied by ``factor``; ``by_kind`` stays as it is."""
     return replace(
         gpu,
         forward=gpu.forward * factor,
@@ -375,7 +378,7 @@ class StepForecast:
         self._known: dict[Candidate, StepTime] = {}
 
     def predicted(self, candidate: Candidate) -> StepTime | None:
-        """Return the predicted step of a candidate; ``None`` while its operations are unknown."""
+        """Return a candidate's predicted step; ``None`` while operations, or the link of several GPUs, are unknown."""
         if candidate not in self._known:
             operations = self._memory.operations(candidate.arm)
             if operations is None or not self._model.knows(candidate.arm):
