@@ -233,7 +233,10 @@ class _Child:
         say("end", end)
 
     def _run(self, work: Work, say: Say) -> bool:
-        """Do the work in its ``storage``, or in a temporary database and send that; return whether it finished."""
+        """Do the work in its ``storage``, or in a temporary database; return whether it finished.
+
+        The records of a temporary database are sent.
+        """
         with contextlib.ExitStack() as stack:
             if work.storage is not None:
                 return (

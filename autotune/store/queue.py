@@ -515,6 +515,7 @@ class Queue:
     def _transaction(
         self, *, writes: bool = False, is_urgent: bool = False, is_single: bool = False
     ) -> Iterator[Connection]:
+        """Open a transaction; a writer first waits for its turn among this process's writers."""
         place = self._writers.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
         opened = transaction(self._engine, writes=writes, is_single=is_single)
         with place, storage_errors(self._label), opened as connection:

@@ -391,6 +391,7 @@ def _trial_record(row: Sequence[Any]) -> TrialRecord:
 
 
 def _read_trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
+    """Return the trials of a query. Raises ``StorageError`` where one of them is unreadable."""
     rows: Sequence[Row[Any]] = connection.execute(query).all()
     try:
         return [_trial_record(row) for row in rows]

@@ -66,6 +66,7 @@ def studies_for(store: Store, study: str, options: Document) -> tuple[Document, 
 
 
 def _read_document(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
+    """See ``read_study``; within an open transaction."""
     studies = _rows(connection, _STUDIES, "name", [name])
     if not studies:
         return None
