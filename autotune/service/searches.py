@@ -92,7 +92,7 @@ class Searches:
     def submit(self, document: Any, *, by: TokenRecord, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queue a search; return its job and whether it is new.
 
-        A request is not searched twice: the finished job of ``_earlier_answer`` is returned. With a known
+        Without a key, the finished job of ``_earlier_answer`` is returned where there is one. With a known
         ``idempotency_key`` its job is returned, in any state.
         """
         submission = read_submission(document, self.data_folders, self.codes)

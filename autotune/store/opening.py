@@ -40,8 +40,8 @@ def open_store(
 
     A missing file is created, with its folders, unless ``create`` is false; so are the tables in a server's database.
     ``migrations`` is the folder of Alembic's scripts, autotune's own by default. Raises ``StorageError`` where the
-    database is missing, locked, damaged, not writable, another program's, or from a newer autotune, where it is no
-    database, and where its server cannot be reached. Such a database is not changed. Tables of Optuna, in which older
+    database is missing, locked, damaged, not writable, another program's, or from a newer autotune, where the file
+    holds none, and where its server cannot be reached. Such a database is not changed. Tables of Optuna, in which older
     versions recorded trials a second time, are left as they are.
     """
     place = resolve_location(location)

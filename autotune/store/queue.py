@@ -182,8 +182,7 @@ class PrioritySemaphore:
     """Admits ``places`` threads at a time: urgent ones first, others in the order in which they asked.
 
     SQLite admits one writer. Waiting for its lock means sleeping between tries; a thread that waits here is woken at
-    once.
-    A server admits many, but a process has a limited number of connections, which are given out in no order.
+    once. A server admits many, but a process has a limited number of connections, which are given out in no order.
     """
 
     def __init__(self, places: int) -> None:

@@ -178,7 +178,7 @@ class Repeats:
         return [(stage, candidate) for candidate, stage in self._owed.items()]
 
     def take(self, trial: TrialRecord) -> TrialRecord | None:
-        """Return the trial that counts for the candidate, this or an earlier one; ``None`` to run another trial."""
+        """Return the trial that counts for the candidate, this or an earlier one; ``None`` where it needs another."""
         kind = _kind(trial)
         if kind is None:
             self._owed.pop(trial.candidate, None)
