@@ -64,7 +64,7 @@ def local_cores(bus_id: str | None, folder: Path = _PCI_DEVICES) -> tuple[int, .
 
 
 def second_threads(cores: Iterable[int], folder: Path = _CPUS) -> frozenset[int]:
-    """Return those of the cores that are the second hardware thread of a physical core."""
+    """Return all hardware threads of the physical cores of ``cores``, except the first of each physical core."""
     second_threads: set[int] = set()
     for core in cores:
         try:

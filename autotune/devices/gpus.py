@@ -37,7 +37,7 @@ def _chip(name: str, figures: Mapping[str, Any], source: str) -> Chip:
     """Return the chip for some data-sheet values; without rates where the 16-bit rate is missing."""
     major, _, minor = str(figures["capability"]).partition(".")
     multiprocessors = int(figures["multiprocessors"])
-    # What all but data centre GPUs have.
+    # The default is what all but data centre GPUs have.
     threads = int(figures.get("threads_per_multiprocessor") or 1536)
     rates = None
     if figures["half_tflops"]:
@@ -111,13 +111,13 @@ _SPEC_FIELDS = frozenset({*_SPEC_NEEDED, *_NUMBERS})
 
 
 def read_chips(path: str) -> dict[str, Chip]:
-    """Return the GPUs in a JSON file by name. Raises ``InvalidRequestError`` for missing values."""
+    """Return the GPUs in a JSON file by name. Raises ``InvalidRequestError`` for missing or wrong values."""
     document = read_table(f"--gpu-spec {path}", path, _SPEC_EXAMPLE)
     return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
 
 
 def read_table(where: str, path: str, hint: str) -> dict[str, Any]:
-    """Return the objects in a JSON file by GPU name. Raises ``InvalidRequestError`` for another kind of file."""
+    """Return the entries of a JSON file by GPU name. Raises ``InvalidRequestError`` for another kind of file."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -158,7 +158,7 @@ def _read_chip(path: str, name: str, figures: Any) -> Chip:
 
 EXAMPLES_FROM = "RunPod on demand, as listed by deploybase.ai on 10 March 2026"
 EXAMPLES: Mapping[str, float] = {name: float(usd) for name, row in ROWS.items() if (usd := row["dollars_per_hour"])}
-"""US dollars an hour and GPU."""
+"""Example prices by the names of GPUs: US dollars for one GPU and hour."""
 _HINT = "write it as h100=2.95, the price of one GPU for an hour, or as EUR: h100=2.70EUR"
 _FILE_HINT = 'write e.g. {"h100": 2.95, "l4": 0.7}'
 _DEFAULT_UNIT = "USD"

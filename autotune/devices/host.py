@@ -78,7 +78,7 @@ def cpu_device(root: Path = ROOT) -> Device:
 
 
 def processor_name(root: Path = ROOT) -> str:
-    """Return the model name of the host's processor, or ``CPU`` where it is unknown."""
+    """Return the model name of the host's processor; the architecture or ``CPU`` where it is unknown."""
     processor = _processor_facts(root)
     # /proc/cpuinfo has no model name of ARM processors, only the numbers of their maker and design.
     design = [processor[fact] for fact in ("CPU implementer", "CPU part") if fact in processor]

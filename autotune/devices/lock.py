@@ -60,7 +60,7 @@ class Lock:
     """A lock by name, which the kernel releases when this process ends, however that happens.
 
     Why not ``filelock``: it has no shared locks of the kernel, which ``Presence`` needs on the same files, and it
-    follows a symbolic link in place of the folder. Only ``flock`` itself would be left to it, for 33 ms of imports.
+    follows a symbolic link in place of the folder. Only calling ``flock`` would be left to it, for 33 ms of imports.
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:

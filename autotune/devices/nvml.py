@@ -473,7 +473,7 @@ def visible_gpus(visible: str | None, uuids: Sequence[str | None]) -> tuple[int 
 
 
 def _visible_gpu(entry: str, uuids: Sequence[str | None]) -> int | str | None:
-    """Return the GPU of one entry of ``CUDA_VISIBLE_DEVICES``; ``None`` for an invalid entry."""
+    """Return the position or MIG UUID for one entry of ``CUDA_VISIBLE_DEVICES``; ``None`` for an invalid entry."""
     if entry.startswith("MIG-"):
         return entry
     if entry.startswith("GPU-"):

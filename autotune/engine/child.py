@@ -45,7 +45,7 @@ from autotune.tuning.run import log_folder, run_search
 
 _STATUS_SECONDS = 0.5
 """The running step changes often; it is not told more often than this."""
-# Of each trial, for whoever cannot read this machine's files.
+# The end of a trial's log is sent to engines that cannot read this machine's files.
 _MOST_LOG_BYTES = 16 * 1024
 # What a search imports when it needs it.
 _OF_A_SEARCH = ("autotune.tuning.loop", "autotune.execution.gpu_monitor")
@@ -161,7 +161,7 @@ class _Child:
     def _on_signal(self, number: int, frame: object) -> None:
         """Interrupt the current work; stop afterwards unless only this work is cancelled."""
         if self._current not in self._cancelled:
-            # One that ends a search alone is sent from within.
+            # This process sends itself a signal to cancel only the current work.
             self._is_stopping = True
             self._waiting.put(None)
         if self._is_interruptible:
@@ -217,8 +217,8 @@ class _Child:
             end["state"] = "interrupted"
         except AutotuneError as error:
             if isinstance(error, StorageError) and error.may_pass and work.storage is not None:
-                # A server that restarts, a disk that is full: whoever shares the database has another attempt begin
-                # once it can record that.
+                # A server restarts, or a disk is full. The service shares the database, and starts another attempt once
+                # it can record the loss of this one.
                 end |= {"state": "lost", "why": error.message}
             else:
                 end["problem"] = error.document()
@@ -233,7 +233,10 @@ class _Child:
         say("end", end)
 
     def _run(self, work: Work, say: Say) -> bool:
-        """Do the work in its own database; return whether it finished."""
+        """Do the work in its ``storage``, or in a temporary database; return whether it finished.
+
+        The records of a temporary database are sent.
+        """
         with contextlib.ExitStack() as stack:
             if work.storage is not None:
                 return (
@@ -250,7 +253,7 @@ class _Child:
                 return _verify(work, storage, self._devices(work), say)
 
             def record(trial: TrialRecord | None) -> None:
-                """Send the record of a study and one of its trials, with the end of the trial's log."""
+                """Send the record of the study, with a trial and the end of the trial's log where one is given."""
                 document = read_study(store, work.study, [trial.id] if trial else [])
                 if document is not None:
                     say("record", document)
@@ -265,7 +268,7 @@ class _Child:
             try:
                 return self._search(work, storage, Teller(say, record))
             finally:
-                # Whatever was missed on the way: how the study ended, trials that were interrupted.
+                # This includes what was not sent before: how the study ended, trials that were interrupted.
                 whole = read_study(store, work.study)
                 if whole is not None:
                     say("record", whole)
@@ -309,14 +312,14 @@ def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
 
 
 def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
-    """Run a stock Trainer with a study's exported arguments, and report the result."""
+    """Run a stock Trainer with a study's exported arguments and report the result; return ``True``, also for a miss."""
     from autotune.results.report import load_report
     from autotune.verify.target import placement_of, target_of
     from autotune.verify.throughput import verification_document, verification_lines, verify
 
     with open_store(storage) as store:
         report = load_report(store, work.study)
-    # Other devices of this machine are those of other searches.
+    # Only devices of this work: other searches may use the others of this machine.
     target = target_of(report, placement_of(report, devices))
 
     teller = Teller(say)
@@ -337,7 +340,7 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
 
 
 def main(fd: int, uuid: str | None) -> None:
-    """Serve the engine that started this process, on one device or on the devices of each search."""
+    """Do the work of the engine that started this process, on one device or, without ``uuid``, on those of the work."""
     os.set_inheritable(fd, False)
     sink = os.fdopen(fd, "w", encoding="utf-8")
     device = find_device(uuid) if uuid is not None else None

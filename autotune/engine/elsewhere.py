@@ -90,11 +90,11 @@ def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wa
                 show(Message(0, "line", {"text": text, "style": "dim"}))
 
             waits = waits_with(note) if wait else None
-            # The node holds its devices itself.
+            # The process on the node locks the devices there.
             turn = stack.enter_context(take_turn((), names, database, wait=waits, note=note, is_taken=is_taken))
             store = store or stack.enter_context(open_store(storage))
             stack.enter_context(hold_lease(store, turn.study, wait=waits))
-            # The same command finds the study's actor again after it was killed.
+            # By this name the same command, started again after it was killed, finds the study's actor.
             name = hashlib.sha256(f"{database}\0{turn.study}".encode()).hexdigest()[:32]
             work = Work(name, turn.study, asked.work_options(), code=asked.code, wait=wait)
             work = replace(work, kind="resume" if asked.resumes else "search")
@@ -121,7 +121,10 @@ def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> Sear
 
 
 def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ...]]:
-    """Return a node and its devices for the options. Raises ``DeviceError`` where no node has such devices."""
+    """Return a node and its devices for the options: of the nodes with enough GPUs, one with the fewest.
+
+    Raises ``DeviceError`` where no node has such devices.
+    """
     hosts = engine.hosts()
     if not hosts:
         why = "; ".join(dict.fromkeys(engine.problems())) or "the Ray cluster has no node"
@@ -207,7 +210,7 @@ def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Doc
     interruption = Interruption()
     with contextlib.closing(run), interrupted_by_signals(interruption, lambda text: None):
         while True:
-            # The first signal alone interrupts what is under way here; the end of the search is waited for then.
+            # Only the first signal interrupts the statement that runs here. The search's end is awaited after it.
             with contextlib.suppress(KeyboardInterrupt):
                 if interruption.asked and not is_told:
                     is_told = True

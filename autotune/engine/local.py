@@ -109,7 +109,10 @@ class SearchProcess:
         return not self._is_deaf and self._process.is_alive
 
     def begin(self, work: Work) -> LocalRun:
-        """Start work in the process. Raises ``DeviceError`` where the process is gone or busy."""
+        """Start work in the process, after waiting up to ``END_SECONDS`` for the end of its last work.
+
+        Raises ``DeviceError`` where the process is gone or still busy.
+        """
         run = LocalRun(work.id, lambda: self._send({"cancel": work.id}))
         # One that was told to end may need a moment for it, though nobody listens to it any longer.
         if self._run is not None and not self._run.ends_within(END_SECONDS):

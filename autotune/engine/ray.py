@@ -1,7 +1,7 @@
 """Run searches on the nodes of a Ray cluster: a detached, named actor for each, and what it does on its node.
 
-The actor starts the process that searches, and keeps what it says until whoever started it has asked for it and
-acknowledged it. One that nobody asks for a while ends itself, with its search. It knows nothing of Ray.
+The actor starts the process that searches, and keeps its messages until the client has acknowledged them. An actor that
+no client asks for ``PATIENCE_SECONDS`` ends itself, with its search. The process that searches knows nothing of Ray.
 
 The actor holds the GPUs that Ray gave it, and is not restarted by Ray: a search that lost its node is started again by
 whoever asked for it, from what is recorded. A process that was started anew finds the actors again by their names.
@@ -53,7 +53,7 @@ class NodeFacts:
 
 
 def facts_here() -> NodeFacts:
-    """Return host name, versions and devices of this machine."""
+    """Return host name, version, code digest and devices of this machine."""
     return NodeFacts(this_host(), __version__, code_digest(), list_devices())
 
 
@@ -77,7 +77,7 @@ class SearchActor:
 
     def facts(self, most_gpus: int) -> Document:
         """Return the facts about this node, with the first ``most_gpus`` GPUs, which Ray may assign."""
-        # This actor itself was given none.
+        # Ray hides all GPUs from this actor, which was given none. Use the variable of the node's own Ray process.
         visible = _variable_of_raylet(_VISIBLE)
         os.environ.pop(_VISIBLE, None)
         if visible is not None:
@@ -176,7 +176,7 @@ class RayRun:
         return [Message(after + 1, "end", {"state": "lost", "why": f"its node was lost: {why}"})]
 
     def _wait_for_the_cluster(self, after: int, error: ServiceError) -> list[Message]:
-        """Reconnect, for as long as the actor would wait."""
+        """Try to reconnect. Return no messages, or the search's loss after as long as the actor would wait."""
         self._ticket = None
         moment = time.monotonic()
         if self._away_since is None:
@@ -251,7 +251,7 @@ class RayEngine:
                 continue
             gpus = [device for device in facts.devices if device.kind == "cuda"]
             cpus = [device for device in facts.devices if device.kind == "cpu"]
-            # Nodes of one machine have one name, and devices of their own for Ray.
+            # Nodes on one machine have the same host name and UUIDs; the node's id tells their devices apart.
             devices = gpus or cpus
             hosts.append(Host(facts.host, tuple(replace(each, uuid=f"{each.uuid}@{key}") for each in devices), key))
         self._hosts = tuple(hosts)
@@ -269,7 +269,7 @@ class RayEngine:
                 return None
             facts = decode(self._cluster.get(ticket), NodeFacts)
         except (NodeLostError, AutotuneError, ValueError) as error:
-            # A node that is about to go; another look comes soon.
+            # The node may be about to go. It is refused for as long as the cluster lists it.
             self._refused[node.id] = f"the node {node.host} cannot run autotune: {error}"
             return None
         finally:

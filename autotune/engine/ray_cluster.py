@@ -1,7 +1,7 @@
-"""Connect to a Ray cluster and start actors on its nodes; the one home of Ray.
+"""Connect to a Ray cluster and start actors on its nodes; the only module that imports Ray.
 
 Only actors are used, neither Ray Tune nor Ray Train, which have loops of their own. A cluster is used only where it
-asks for a token: everyone who reaches a cluster without one can run code on its nodes.
+asks for a token or the user allows one without: everyone who reaches such a cluster can run code on its nodes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MODE, _TOKEN, _TOKEN_PATH, _ADDRESS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_A
 # Where Ray itself looks last (ray/_private/authentication/authentication_token_setup.py, Ray 2.60).
 _TOKEN_FILE = Path("~/.ray/auth_token")
 # Questions that the control server of a cluster and its server for clients know (gcs_service.proto, ray_client.proto).
-# Of a question that it does not know a server says so without asking for a token.
+# To an unknown question a server answers ``UNIMPLEMENTED``, without asking for a token.
 _OF_CONTROL = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _OF_CLIENTS = "/ray.rpc.RayletDriver/ClusterInfo"
-# What they answer those who may ask. The server for clients knows no client yet.
+# The answers to a caller with access. The server for clients does not know this client yet.
 _ANSWERS = {_OF_CONTROL: "OK", _OF_CLIENTS: "NOT_FOUND"}
 _REFUSED, _UNKNOWN = "UNAUTHENTICATED", "UNIMPLEMENTED"
 _PROBE_SECONDS = 10.0
-# The server for clients starts a process for each, and gives up after 30 s, which a busy head may need.
+# The server for clients starts a process for each client, and gives up after 30 s, which a busy head may need.
 _MOST_ATTEMPTS = 3
 
 
@@ -63,7 +63,10 @@ class Token:
 
 
 def find_token() -> Token | None:
-    """Return the cluster's token as Ray finds it: two environment variables, then a file; ``None`` without one."""
+    """Return the cluster's token as Ray finds it: two environment variables, then a file; ``None`` without one.
+
+    Raises ``ServiceError`` where a variable names a file that cannot be read.
+    """
     if value := os.environ.get(_TOKEN, "").strip():
         return Token(value, _TOKEN)
     named = os.environ.get(_TOKEN_PATH)
@@ -148,7 +151,10 @@ class RayCluster:
                 self.ray.shutdown()
 
     def _check_token_here(self) -> Token | None:
-        """Return this machine's token for the cluster. Raises an error where a required token is missing."""
+        """Return this machine's token for the cluster; ``None`` where the user allows a cluster without one.
+
+        Raises ``ServiceError`` where a required token is missing or turned off.
+        """
         mode = os.environ.get(_MODE, "token").lower()
         if trusts_without_token():
             return find_token() if mode == "token" else None
@@ -205,6 +211,7 @@ class RayCluster:
         return is_control_server
 
     def _connect(self, address: str) -> None:
+        """Connect Ray's client to an address, with a few attempts. Raises ``ServiceError`` where that fails."""
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             try:
                 with _signal_handlers_kept():
@@ -272,7 +279,7 @@ class RayCluster:
             "num_cpus": cpus,
             "max_restarts": 0,
             "max_task_retries": 0,
-            # A question may wait for news while another one is asked.
+            # One call may wait for messages while others are answered.
             "max_concurrency": 4,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
         }
@@ -324,7 +331,7 @@ def _current_cluster() -> str:
     if named and named not in ("auto", "local"):
         return named
     try:
-        # ray.util.get... has no public way to ask before one is connected.
+        # Ray has no public function that tells the address before a connection.
         from ray._private.services import get_ray_address_from_environment
     except ImportError as error:
         raise _ray_missing_error() from error
@@ -341,7 +348,10 @@ def _current_cluster() -> str:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """Restore SIGTERM's handler after connecting: Ray's handler would end this process without its search."""
+    """Restore the handlers of SIGTERM and SIGINT after connecting, in the main thread.
+
+    Ray's handler of SIGTERM would end this process without its search.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

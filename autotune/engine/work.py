@@ -1,4 +1,4 @@
-"""Define what an engine is handed, what it says of it, and what it does.
+"""Define the work that an engine gets, its messages about the work, and the protocols of engines and their runs.
 
 An engine runs a whole search, or a verification, in a process of its own. That process says what happens in messages;
 whoever asked for the search takes them, and an end is the last of them.
@@ -25,8 +25,8 @@ CodeKind = Literal["trainer", "loop", "script"]
 WorkKind = Literal["search", "resume", "verify"]
 
 EVENTS = ("line", "study", "trial_begins", "trial", "verification")
-"""Messages that are kept: lines as the terminal shows them, and what a page draws."""
-# Of the options of a search: what belongs to whoever asks, or brings code along.
+"""The kinds of messages that are kept: lines as the terminal shows them, and what a page draws."""
+# Options of a search that are not sent with the work: they concern only the asking process, or bring code along.
 NOT_OF_THE_WORK = frozenset(
     {"storage", "wait", "as_json", "server", "priority", "executor", "verify", "code", *BRINGS_CODE}
 )
@@ -66,13 +66,13 @@ class Work:
     kind: WorkKind = "search"
     code: Code | None = None
     devices: tuple[str, ...] = ()
-    """By UUID; none stands for those that the process sees."""
+    """By UUID; an empty tuple stands for all GPUs that the process sees, or the CPU."""
     storage: str | None = None
-    """The database that the process writes itself; ``None`` for one of its own, of which it sends the records."""
+    """The database that the process writes itself; ``None`` for a temporary one, whose records it sends."""
     studies: tuple[Document, ...] = ()
-    """Where it has a database of its own: studies that it is to know, with the one that it continues."""
+    """For a temporary database: the studies to copy into it, among them the one that is continued."""
     folders: tuple[str, ...] | None = None
-    """Folders that alone may be named, since others than who runs it have asked for it; ``None`` for all."""
+    """The only folders from which options may name files, where another user asks for the work; ``None`` for any."""
     wait: bool = True
     """Whether to wait while another search holds a device or the study."""
 
@@ -143,7 +143,7 @@ class Engine(Protocol):
 def search_request(
     options: Document, devices: Sequence[Device], study: str | None = None, code: Code | None = None
 ) -> SearchRequest:
-    """Return the unchecked request of these options on the devices."""
+    """Return the request of these options on the devices, without calling ``check_request``."""
     count = int(options["gpus"]) if str(options.get("gpus") or "").isdecimal() else 1
     given = {name: value for name, value in options.items() if name not in NOT_OF_THE_WORK}
     given = {**check_arguments(given), **(code.options() if code is not None else {}), "device": devices[0].uuid}

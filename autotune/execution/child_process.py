@@ -49,7 +49,7 @@ _RAY_TOKENS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without credentials of autotune's service, database or cluster."""
+    """Return environment variables without all of autotune's own (``AUTOTUNE_…``) and without Ray's tokens."""
     return {
         name: value for name, value in variables.items() if name not in _RAY_TOKENS and not name.startswith(_OWN_PREFIX)
     }
@@ -60,8 +60,8 @@ def server_environment(
 ) -> dict[str, str]:
     """Return the environment for a server that runs trials only on the devices of ``placement``.
 
-    It contains no credentials of autotune's service, database or cluster. ``offline`` stops the hub client from
-    unneeded network requests; ``own_code`` keeps variables that the user's own code may depend on.
+    Variables of autotune itself, of Ray's tokens and of distributed launchers are left out. ``offline`` keeps the hub
+    client from network requests. ``own_code`` leaves ``TOKENIZERS_PARALLELISM`` as it is.
     """
     environment = {
         name: value
@@ -70,7 +70,7 @@ def server_environment(
     }
     # By UUID, since CUDA and NVML count devices differently; -1 is what CUDA reads as "none".
     environment["CUDA_VISIBLE_DEVICES"] = ",".join(placement.uuids) if placement.kind == "cuda" else "-1"
-    # torch.cuda.is_available() would otherwise start CUDA in the server, and its children have none.
+    # torch.cuda.is_available() would otherwise start CUDA in the server, whose forked children could not use it then.
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if placement.ranks > 1:
         # As torchrun sets it for several processes on a host; read when OpenMP is loaded, before any fork.
@@ -101,7 +101,7 @@ class ChildProcess:
     def __init__(
         self, module: str, log: IO[bytes] | int, environment: Mapping[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
-        """Start the process. Its output goes to ``log``, with ``subprocess.PIPE`` to ``output``.
+        """Start the process. Its output goes to ``log``; with ``subprocess.PIPE`` it is read from ``output``.
 
         Raises ``OSError`` where no process can be started.
         """
@@ -174,7 +174,7 @@ class ChildProcess:
 
     def kill(self) -> None:
         """Kill the process and all processes of its session, and wait for its end."""
-        # The id of one that was waited for may be another's by now.
+        # After the process was waited for, its id may belong to another process.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -211,7 +211,8 @@ def tail(path: str | Path, lines: int = 3) -> str:
 def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path: Path, timeout_seconds: float) -> None:
     """Raise ``TrainingSourceError`` where the user's own code did not reach its training.
 
-    ``problem`` is the inspection's explanation.
+    ``name`` is the code's, for messages. ``problem`` is the inspection's explanation; with ``None``, the message says
+    how the process ended.
     """
     if problem is not None:
         message, hint = problem.message, problem.hint
@@ -268,7 +269,7 @@ def outcome_of(answer: Answer, timeout_seconds: float, log_path: str) -> Outcome
         return Failed("timeout", f"stopped after the time limit of {timeout_seconds:.3g} s", during)
     if answer.lost:
         return Failed("lost", "the trial server died during the trial", during)
-    # Of several ranks: the one that failed first.
+    # Of several ranks, the answer names the one that failed first.
     rank = f"rank {answer.rank}: " if answer.rank is not None else ""
     if answer.signal:
         hint = ", perhaps by the kernel for want of host memory" if answer.signal == signal.SIGKILL else ""

@@ -19,7 +19,7 @@ from autotune.execution.trial_server import TrialServer
 
 @dataclass(frozen=True)
 class TrialJob:
-    """All that a trial needs to know."""
+    """What an executor needs to run one trial."""
 
     trial_id: str
     candidate: Candidate
@@ -49,7 +49,10 @@ class Executor(Protocol):
         """Start a trial in a free slot without waiting; return its id."""
 
     def wait(self) -> tuple[str, Progress | Outcome]:
-        """Wait for a running trial's progress or outcome, its last report; return it with the trial's id."""
+        """Wait for the next report of any running trial; return the trial's id and the report.
+
+        The last report of a trial is its outcome.
+        """
 
     def close(self) -> None:
         """End every running trial without further reports, and leave no process behind."""
@@ -71,7 +74,7 @@ class LocalExecutor:
         """See ``Executor.submit``."""
         server = self._free_server(job.placement)
         for each in self._servers:
-            # A job waits for its server's imports, and others would start theirs only then.
+            # Start all servers now, so that their imports overlap: ``begin`` waits for the imports of one.
             each.start()
         running = _Running(job, server, oom_kills())
         work = TrialWork(
@@ -140,17 +143,21 @@ class _Running:
     job: TrialJob
     server: TrialServer
     kills_before: int | None
-    """How many processes the kernel had ended for want of host memory."""
+    """``oom_kills`` before the trial."""
     started: float = field(default_factory=time.monotonic)
     progress: list[tuple[float, Progress]] = field(default_factory=list)
-    """What the trial said of its progress, and when."""
+    """The trial's progress reports, each with the ``time.monotonic`` of its arrival."""
 
     def outcome(self, answer: Answer) -> Outcome:
-        """Return the outcome of a job from its answer."""
+        """Return the trial's outcome from its answer.
+
+        A kill that the kernel counted means out of host memory. A timeout's message says how long the trial would have
+        needed.
+        """
         outcome = outcome_of(answer, self.job.timeout_seconds, self.job.log_path)
         now = oom_kills()
         if isinstance(outcome, Failed) and outcome.reason == "killed" and now != self.kills_before:
-            # The kernel says so itself; what else it killed in these seconds is hardly another.
+            # The kernel's count has risen; it hardly killed another process in the same seconds.
             count = (now or 0) - (self.kills_before or 0)
             message = f"the kernel ended {count} process for want of host memory, this trial"
             return OutOfMemory(message, where="host", during=outcome.during)
@@ -159,10 +166,13 @@ class _Running:
         return outcome
 
     def _needed(self) -> str:
-        """Return in words how long a stopped trial would have needed, estimated from its steps."""
+        """Return the end of a timeout's message: how long the trial would have needed, estimated from its steps.
+
+        It is empty where the trial had ended as many steps as it needed at least.
+        """
         effort = self.job.effort
         least = effort.warmup_steps + min(2, effort.max_steps) + effort.busy_steps
-        # By number, since each of several ranks tells of its steps.
+        # Keyed by step, since each of several ranks reports every step.
         ended = list({progress.step: at for at, progress in self.progress if progress.step is not None}.values())
         if not ended:
             return ", before its first step ended; --trial-timeout gives it longer"
@@ -176,7 +186,7 @@ class _Running:
 
 
 def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Progress], None] = lambda _: None) -> Outcome:
-    """Run one trial on an idle executor, and wait for its end."""
+    """Run one trial on an idle executor and return its outcome; ``progress`` gets each earlier report."""
     try:
         executor.submit(job)
         while True:

@@ -32,7 +32,7 @@ _NEIGHBOUR_SECONDS = 60.0
 _BUSY_PER_CENT = 5
 # A desktop's compositor and its windows draw all the time, as they will beside the training. A game takes more.
 _DRAWING_PER_CENT = 25
-# Clocks of trials under the same power cap differed by a few per cent; a fifth less is another machine.
+# Clocks of trials under the same power cap differed by a few per cent; a fifth less has another cause.
 _CLOCK_DROP = 0.8
 _FEWEST_SAMPLES = 4
 
@@ -48,11 +48,11 @@ class WatchedExecutor:
     """An executor around another that looks at the GPUs of a trial before, during and after it.
 
     It reads NVML from this process alone. A trial is submitted once the memory that it may reserve is free, or when
-    waiting for that has lasted long enough. A trial that waited for cores is marked, and repeated.
+    waiting for that has lasted long enough. A trial that waited for cores is marked as disturbed, and repeated.
 
-    With ``presence``, as for a CPU, which several searches may use: what was measured while another search used the
-    device is marked, too. Such a measurement is not repeated, since the other search may last longer than this one, but
-    no later search takes it over.
+    ``presence`` is for a CPU, which several searches may use. A measurement while another search used the CPU is marked
+    as disturbed, too. It is not repeated, since the other search may last longer than this one, but no later search
+    reuses it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class WatchedExecutor:
         placement = job.placement or self.slots[0]
         gpus = {device.uuid: device for device in placement.devices if device.kind == "cuda"}
         for gpu in gpus.values():
-            # Before memory is waited for on another one, which may take a minute.
+            # Every GPU is checked first: waiting for memory on one of them may take a minute.
             _check_is_there(gpu, device_condition(gpu.uuid))
         ready = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
         trial_id = job.trial_id
@@ -125,7 +125,10 @@ class WatchedExecutor:
         self._executor.close()
 
     def _await_memory(self, gpu: Device, needed_bytes: int) -> Condition | None:
-        """Wait until a trial's memory is free or patience is exhausted; return the GPU's state."""
+        """Wait until a trial's memory is free, or as long as allowed; return the GPU's state, ``None`` if unknown.
+
+        After one long wait in vain, later waits last ``_RETURN_SECONDS``.
+        """
         deadline = time.monotonic() + _RETURN_SECONDS
         has_said_so = False
         while True:
@@ -176,7 +179,7 @@ def _newcomer_lines(pids: frozenset[int]) -> list[str]:
 
 
 def _share_lines(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
-    """Return a line for each process that computed on the GPU during the trial."""
+    """Return a line for each process whose share of the GPU's time, in per cent, is above the noise."""
     return [
         f"process {pid} took {share} % of the GPU"
         for pid, share in sorted(shares.items())
@@ -185,7 +188,7 @@ def _share_lines(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
 
 
 def _with_lost_device(outcome: Failed, gpu: Device, before: Condition, after: Condition) -> Failed:
-    """Return the failure with NVML's information where the GPU was lost or had errors."""
+    """Return the failure, with the reason ``device_lost`` where the GPU was lost or had uncorrectable errors."""
     errors = (after.uncorrected_errors or 0) - (before.uncorrected_errors or 0)
     if after.is_lost:
         why = f"NVML says that {gpu.label} is lost"
@@ -231,7 +234,7 @@ class _Watch:
             self._readings.append(_Reading(condition, self._own_pids()))
 
     def judge(self, outcome: Outcome, clocks: _Clocks) -> Outcome:
-        """Return the outcome with what disturbed the trial."""
+        """Return the outcome with what disturbed the trial, or with the reason ``device_lost``."""
         others = self._newcomers()
         after = device_condition(self._gpu.uuid) or self._before
         match outcome:
@@ -259,8 +262,8 @@ class _Watch:
     def _newcomers(self) -> frozenset[int]:
         """Return the processes that came during the trial, without the trial's own.
 
-        Where NVML uses the host's process ids, the trial's id is unknown; it is then the newcomer that was there the
-        longest.
+        Where NVML uses the host's process ids, the trial's id is unknown. The newcomer that was there the longest is
+        then taken for the trial.
         """
         seen = Counter(pid for sample in self._conditions for pid in sample.pids if pid not in self._before.pids)
         own_pids = frozenset(pid for reading in self._readings for pid in reading.own)
@@ -268,7 +271,10 @@ class _Watch:
         return frozenset(seen.keys() - own)
 
     def _missing(self, after: Condition) -> list[str]:
-        """Return a line where less memory was free than a trial may reserve, before or after it."""
+        """Return a line where less memory was free than a trial may reserve, before or after it; else none.
+
+        Waits up to ``_RETURN_SECONDS`` until the driver has taken back the trial's own memory.
+        """
         deadline = time.monotonic() + _RETURN_SECONDS
         while _lacks_memory(after, self._needed_bytes) and time.monotonic() < deadline:
             time.sleep(_INTERVAL_SECONDS)
@@ -282,7 +288,7 @@ class _Clocks:
     """What was seen of the clocks of each GPU, by UUID, from one trial to the next.
 
     A slowdown that was there before a trial, or in the trial before as well, is how the GPU runs when it is warm. The
-    training will run so too, and no repetition would find it otherwise.
+    training will have it too, and so would a repetition of the trial.
     """
 
     def __init__(self, note: Callable[[str], None]) -> None:
@@ -292,7 +298,7 @@ class _Clocks:
         self._noted: set[tuple[str, str]] = set()
 
     def slowed(self, gpu: Device, before: Condition, samples: Sequence[Condition]) -> list[str]:
-        """Return what throttled the GPU during this trial, unlike before."""
+        """Return, in words, what throttled the GPU during this trial but not before, or that its clocks dropped."""
         words = dict.fromkeys(word for sample in samples for word in sample.slowdowns)
         steady = self._slowdowns.get(gpu.uuid, frozenset()) | set(before.slowdowns)
         self._slowdowns[gpu.uuid] = frozenset(words)

@@ -1,4 +1,4 @@
-"""Run one job in a new child process, which ends with its answer: looks at this machine, and trainings of their own."""
+"""Run one job in a new child process, which ends with its answer: an inspection of the GPU, say, or a real training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autotune.core.scratch import make_scratch, private_opener
 from autotune.devices.nvml import device_used_bytes
 from autotune.execution.child_process import ChildProcess, server_environment, tail
 
-# A job that fits into the pipe is written at once. Of a longer one the rest is read after torch was imported.
+# A job that fits into the pipe is written at once. The rest of a longer job is read after torch was imported.
 _WRITE_SECONDS = 180.0
 _SAME_VERSION = "see whether autotune was updated in the meantime, and start the command again"
 
@@ -45,7 +45,7 @@ class OneShot:
     """A child process for one job. Entering starts it; leaving ends it, and removes every file of it."""
 
     def __init__(self, module: str, work: object, environment: Mapping[str, str], log_path: Path) -> None:
-        """Prepare ``python -m module`` for some work. ``output_dir`` is added to it, an empty temporary folder."""
+        """Prepare ``python -m module`` for some work. The process also gets an empty ``output_dir``."""
         self._module = module
         self._work = work
         self._environment = environment
@@ -68,7 +68,7 @@ class OneShot:
                 ) from error
             stack.callback(process.end)
             job = {"work": encode(self._work), "output_dir": scratch.output_dir}
-            # One that ended at once has closed its end; its log says why.
+            # Sending fails where the process ended at once; its log says why.
             process.send(job, time.monotonic() + _WRITE_SECONDS)
             process.close_input()
             self._stack = stack.pop_all()
@@ -112,8 +112,8 @@ def run_fresh(
 ) -> T:
     """Run ``python -m module`` on some work and return its decoded answer; leave no process and no file behind.
 
-    It sees only the devices of ``placement``, with ``variables`` in its environment. An ``offline`` process never asks
-    the Hugging Face hub. Raises ``TrialServerError`` where no answer comes in time.
+    The process sees only the devices of ``placement``, with ``variables`` in its environment. An ``offline`` process
+    never asks the Hugging Face hub. Raises ``TrialServerError`` where no answer comes in time.
     """
     environment = {**server_environment(placement, os.environ, offline=offline), **(variables or {})}
     with OneShot(module, work, environment, log_path) as process:
@@ -126,9 +126,12 @@ MOST_RESTARTS = 3
 def run_recovering(
     words: Sequence[str], variables: Mapping[str, str], training: RealTraining, say: Callable[[str], None]
 ) -> int:
-    """Run a training to its end or a signal, with a smaller batch after out of memory; return its exit code."""
+    """Run the command of a training and return its exit code; ``say`` gets a line for each restart.
+
+    After out of memory it is started again with a smaller batch, at most ``MOST_RESTARTS`` times.
+    """
     with tempfile.TemporaryDirectory(prefix="autotune-recover-") as folder:
-        # A moment on the clock of files: checkpoints of earlier runs are older.
+        # The time now on the clock of files: checkpoints of earlier runs are older.
         since = os.stat(folder).st_mtime
         for attempt in range(MOST_RESTARTS + 1):
             file = os.path.join(folder, str(attempt))
@@ -151,9 +154,9 @@ def run_recovering(
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run a command, passing on SIGTERM; return its exit code."""
+    """Run a command, passing on SIGTERM; return its exit code, 128 plus the number for a signal."""
     before = signal.getsignal(signal.SIGTERM)
-    # A terminal sends Ctrl-C to both.
+    # A terminal sends Ctrl-C to both processes; only the child is to react.
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         process = subprocess.Popen(
@@ -173,10 +176,10 @@ _TIMEOUT_SECONDS = 180.0
 
 
 class GpuInspection:
-    """The process that measures the CUDA context and reads the chip's properties; none for a CPU.
+    """The process that measures the CUDA context and reads the chip's properties; for a CPU there is none.
 
-    What it told is kept for later searches, unless the memory in use on the GPU changed meanwhile: another process then
-    counts as part of the context.
+    Its answer is kept for later searches, unless the memory in use on the GPU changed meanwhile: another process may
+    then have been counted as part of the context.
     """
 
     def __init__(self, placement: Placement, convolves: bool) -> None:
@@ -211,7 +214,7 @@ class GpuInspection:
             facts = self._process.answer(GpuFacts, _TIMEOUT_SECONDS)
         except TrialServerError as error:
             if not self._has_log and self._log_folder is not None:
-                # It began before there was a search. Whatever it stumbled over is told by another one.
+                # The process began before there was a search, without a log. Start another, whose log tells the reason.
                 self.close()
                 self.begin(self._log_folder)
                 return self.finish()
@@ -248,7 +251,7 @@ def merged(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:
     )
 
 
-# It takes a tenth of a second. A network file system that does not answer would keep every trial from starting, too.
+# The test takes a tenth of a second. A network file system that does not answer would also keep trials from starting.
 _WAIT_SECONDS = 20.0
 
 

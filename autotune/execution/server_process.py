@@ -72,12 +72,12 @@ class StartedServer(ChildProcess):
 
     def leave(self) -> None:
         """End the process and all its jobs."""
-        # Before its imports are done it runs nothing, and would only hear of the closed pipe then.
+        # Before its imports are done the server runs no job, and would notice the closed pipe only after them.
         self.end(LEAVE_SECONDS if self.is_ready else 0.0)
 
 
 class WarmServer:
-    """A context manager that keeps at most one idle server, and what is known of its GPU; on leaving it is ended.
+    """A context manager that keeps at most one idle server, and the inspections of GPUs. Leaving ends both.
 
     An idle server has imported torch and transformers and nothing else: it has never touched CUDA (the server ends
     itself where an import did), so it holds host memory and no GPU memory.
@@ -119,7 +119,7 @@ class WarmServer:
         return self._inspections.setdefault(key, GpuInspection(placement, convolves))
 
     def take(self, imports: Imports | None) -> StartedServer | None:
-        """Return the idle server if its imports match; end it otherwise."""
+        """Return the idle server if its imports match; otherwise end it and return ``None``."""
         idle, self._idle = self._idle, None
         if idle is not None and (imports is None or idle.imports != imports or not idle.is_alive):
             idle.leave()
@@ -208,9 +208,12 @@ class ServerProcess:
         return child.pids if child is not None else ()
 
     def start(self) -> None:
-        """Start the process, or take the idle one. Its imports overlap with the caller's next work."""
+        """Start the process, or take the idle one. Its imports overlap with the caller's next work.
+
+        Raises ``TrialServerError`` where no process can be started.
+        """
         environment = self._environment()
-        # Reading versions takes milliseconds, which only a search that may leave its server to another one spends.
+        # Reading versions takes milliseconds, and only a search that may leave its server to the next one needs them.
         imports = Imports.of(self.workload, environment) if self._warm is not None else None
         self._server = self._warm.take(imports) if self._warm is not None else None
         self._was_idle = self._server is not None
@@ -225,12 +228,13 @@ class ServerProcess:
                     f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
                 ) from error
         elif not self._server.is_ready:
-            # Once it is ready it is told the workload.
+            # ``await_ready`` sends the workload once the server is ready.
             return
         self._server.is_ready = False
         self._tell_workload()
 
     def _tell_workload(self) -> None:
+        """Send the workload; a server that was idle also gets the path of its log."""
         message: Document = {"workload": self.workload.document()}
         if self._was_idle:
             message["log_path"] = str(self.log_path.absolute())
@@ -248,10 +252,10 @@ class ServerProcess:
         return server_environment(self.placement, os.environ, offline=not needs_hub and not own_code, own_code=own_code)
 
     def await_ready(self) -> bool:
-        """Wait until the server can take jobs; return whether it is a new process.
+        """Wait until the server can take jobs; return whether this call had to start it.
 
         It is started where there is none, and again where it died between two jobs. Raises ``TrialServerError`` where
-        its imports fail.
+        its imports fail, and where it ends or is not ready in time.
         """
         if self._server is not None and self._server.is_ready and not self._server.is_alive:
             self.close()
@@ -263,7 +267,8 @@ class ServerProcess:
         while self._server is not None and not self._server.is_ready:
             messages = self.read(deadline)
             if messages is None and (self._was_idle or (not was_killed and self._was_killed())):
-                # What ended an idle one may have been about the searches before; a new one has no past.
+                # An idle server may have ended because of earlier searches, so a new one is started. A new one
+                # that a signal killed is started again once.
                 was_killed |= not self._was_idle
                 self.close()
                 self.start()
@@ -301,7 +306,7 @@ class ServerProcess:
         return self._server.send(message, deadline)
 
     def read(self, deadline: float) -> list[ServerLine] | None:
-        """Return new lines of the server, waiting until ``deadline``; ``None`` once the server is gone."""
+        """Return new lines of the server, none after ``deadline``; ``None`` once the server is gone."""
         assert self._server is not None
         reports = self._server.reports
         if not wait_until_ready([reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):

@@ -90,7 +90,7 @@ class TrialServer:
         self._looks = 0
         self._protection = protection
         self._layer: Scratch | None = None
-        """What the inspection of the user's own code wrote, which its trials find in place."""
+        """The folder of the files that the inspection of the user's own code wrote; its trials find them in place."""
         self._gpu = (
             warm.inspection(self.placement, convolves=not workload.is_text)
             if warm is not None
@@ -157,6 +157,7 @@ class TrialServer:
         self._send_job(job, is_beside=False)
 
     def _send_job(self, job: Job, *, is_beside: bool) -> None:
+        """Send a job once the server is ready. Jobs of a server that has died since are lost."""
         if self._process.await_ready():
             self._lose_jobs(overdue=False)
         if self.workload.source is not None:
@@ -199,7 +200,7 @@ class TrialServer:
     def seconds_left(self) -> float | None:
         """Return the seconds until the first deadline of the running jobs; ``None`` without any.
 
-        Prediction jobs have no deadline here: nobody waits for them for ever.
+        Prediction jobs are left out: who waits for them sets a limit.
         """
         deadlines = [job.deadline for job in self._jobs.values() if not job.has_ended and not job.is_beside]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
@@ -228,12 +229,12 @@ class TrialServer:
         return progress.popleft() if progress else None
 
     def end_of(self, job_id: str) -> Answer | None:
-        """Return a job's final answer, once; ``None`` before its end."""
+        """Return a job's final answer, once; ``None`` before its end, and while it has unread progress reports."""
         job = self._jobs[job_id]
         return self._jobs.pop(job_id).answer if job.has_ended and not job.progress else None
 
     def _take(self, line: ServerLine) -> None:
-        """Assign a message to its job."""
+        """Add a message to its job; drop the messages of unknown and ended jobs."""
         match line:
             case Ended(job_id):
                 job = self._jobs.get(job_id)
@@ -278,7 +279,10 @@ class TrialServer:
         self._send_job(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
-        """Return the prediction jobs ended since the last call, waiting at most ``wait_seconds`` for the first."""
+        """Return the answers of prediction jobs that ended since the last call, by id.
+
+        Waits at most ``wait_seconds`` for the first of them.
+        """
         deadline = time.monotonic() + wait_seconds
         while self._prediction_jobs(has_ended=False) and not self._prediction_jobs(has_ended=True):
             if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
@@ -302,7 +306,7 @@ class TrialServer:
     # Questions before the first trial
 
     def read_data(self, folder: Path) -> Workload:
-        """Read the workload's dataset into ``folder``, for all trials; return the workload with the dataset's facts.
+        """Read the workload's dataset into ``folder``, unless it is there; return the workload with its facts.
 
         Raises ``InvalidRequestError`` for invalid data, ``TrialServerError`` when no answer comes.
         """
@@ -319,8 +323,8 @@ class TrialServer:
         return self.workload
 
     def run_as_inspected(self, workload: Workload) -> None:
-        """Use this workload for trials, with the result of its inspection now or earlier."""
-        # Where it is remembered, the process that inspects the GPU may still run. It would disturb the first trial.
+        """Use this workload, with the result of its inspection, for trials; end an inspection of the GPU."""
+        # With a remembered result, the process that inspects the GPU may still run. It would disturb the first trial.
         self._gpu.close()
         self._process.workload = workload
 
@@ -332,7 +336,7 @@ class TrialServer:
     def _read_anew(self, folder: Path) -> None:
         """Read the dataset in a job. Raises the errors of ``read_data``."""
         assert self.workload.data is not None
-        # Its folder is named after what the data held when it was looked at.
+        # The folder is named after the content of the data when the search first looked at it.
         check_unchanged(self.workload.data, of_processor=self.workload.task == "image-text-to-text")
         answer = self._ask("read_data", DataWork(str(folder)), DataAnswer, _READ_DATA_SECONDS)
         if isinstance(answer, str):
@@ -362,11 +366,11 @@ class TrialServer:
         if self.workload.source is not None:
             self._protected()
         self.start(inspects=True)
-        # The user's own code may use the GPU, which would count as part of the context.
+        # Wait first: the user's own code may use the GPU, and its memory would count as part of the context.
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         log_path = self._log_folder / "inspect.log"
         if arms is not None:
-            # Something is left for the end of the job.
+            # The rest of the time is for the end of the job.
             within_seconds = 0.8 * timeout_seconds
             arms = replace(arms, chip=of_gpu.chip, within_seconds=within_seconds) if of_gpu is not None else None
         work = InspectionWork(self.placement.rank_devices, arms)
@@ -374,7 +378,7 @@ class TrialServer:
         answer = self._run_to_end(job)
         is_answered = answer.result is not None or answer.timed_out or answer.overdue
         if not is_answered and (answer.signal or answer.lost):
-            # Killed from outside, perhaps; a second time it is not chance.
+            # The process may have been killed from outside. A second kill is no coincidence.
             answer = self._run_to_end(job)
         try:
             answered = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)

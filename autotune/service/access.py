@@ -42,7 +42,7 @@ DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
 
 
 class Guard:
-    """An ASGI application around another one."""
+    """An ASGI application that refuses requests for another one, limits their bodies, and adds security headers."""
 
     def __init__(
         self, app: FastAPI, names: Collection[str] = (), around: Callable[[FastAPI], ASGIApp] | None = None
@@ -59,7 +59,7 @@ class Guard:
         headers = Headers(scope=scope)
         problem = self._problem(scope, headers)
         if scope["path"].startswith("/v1/"):
-            # All that the API takes is JSON; curl says that it sends a form.
+            # The API takes only JSON; curl names a form as the content type unless told otherwise.
             others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
             scope["headers"] = [*others, (b"content-type", b"application/json")]
         if problem is not None:
@@ -70,7 +70,7 @@ class Guard:
         left_bytes = MOST_BODY_BYTES
 
         async def receive_limited() -> Message:
-            # A body may come without a length.
+            # A body may come without the header Content-Length.
             nonlocal left_bytes
             message = await receive()
             left_bytes -= len(message.get("body", b""))
@@ -118,7 +118,7 @@ _QUIET_SECONDS = 60.0
 
 
 def raise_open_files() -> int:
-    """Raise this process's limit of open files to the maximum; return it."""
+    """Raise this process's limit of open files as far as allowed, to ``_WANTED_FILES`` at most; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)
     if soft < most:
@@ -167,7 +167,7 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
 
 
 class OncePerMinute(logging.Filter):
-    """Lets through what asyncio says of a socket that it cannot accept, once a minute: it would say so at each try."""
+    """Lets through asyncio's message of a socket that it cannot accept once a minute; asyncio logs it at each try."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,8 @@ class OncePerMinute(logging.Filter):
 log = logging.getLogger("autotune.service")
 
 COOKIE = "autotune_token"
-# After so many wrong tokens from one address in a minute, none that is not known already is looked up for it.
+# After so many wrong tokens from one address in a minute, an unknown token from it no longer has
+# the tokens read from the database at once.
 _MOST_GUESSES = 20
 _MINUTE_SECONDS = 60.0
 _MOST_ADDRESSES = 10_000
@@ -217,7 +218,10 @@ class Access:
         return self._recent_record(digest_of(token)) or await run_in_threadpool(self.check, token, address)
 
     def check(self, token: str, address: str) -> TokenRecord | None:
-        """Return the record of a token. Raises ``ServiceError`` for an address with too many wrong tokens."""
+        """Return the record of a token; ``None`` for an unknown one.
+
+        Raises ``ServiceError`` for an address with too many wrong tokens.
+        """
         if not token:
             return None
         key = digest_of(token)
@@ -284,7 +288,7 @@ def _within_a_minute(moments: dict[str, deque[float]], key: str) -> deque[float]
 
 
 def token_of(request: Request) -> str:
-    """Return the token in a request's header or cookie."""
+    """Return the token in a request's header or cookie; an empty string without one."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return given.strip() if scheme.lower() == "bearer" else request.cookies.get(COOKIE, "")
 

@@ -42,7 +42,7 @@ def _on_error(request: Request, error: Exception) -> JSONResponse:
             told = error
         case RequestValidationError():
             first = error.errors()[0]
-            # Of a union, the member that refused it is named in brackets.
+            # Where a field has a union type, pydantic names the refusing member with brackets.
             places = (str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
             where = ".".join(part for part in places if "[" not in part)
             told = InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
@@ -68,7 +68,7 @@ def make_app(
     """Return the application over these searches.
 
     ``names`` are its additional host names. ``extend`` adds routes, ``around`` wraps the application. ``predict``
-    answers predictions.
+    answers predictions; without it they are refused.
     """
 
     @contextlib.asynccontextmanager
@@ -128,6 +128,6 @@ class WithDashboard:
         if self._dashboard is None:
             made: Any = await run_in_threadpool(lambda: app_over(DashboardStorage(self._store), way_back="/"))
             self._dashboard = WSGIMiddleware(made)
-        # The guard has checked the name already; the dashboard knows those of this machine alone.
+        # The guard has checked the host name already; the dashboard accepts only names of this machine.
         headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
         await self._dashboard({**scope, "headers": [*headers, (b"host", b"localhost")]}, receive, send)

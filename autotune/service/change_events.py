@@ -16,7 +16,7 @@ class ChangeEvents:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Kept by those who wait, so that nothing is left of a job that nobody follows any more.
+        # Only the waiting tasks keep the events, so that nothing is left of a job that nobody follows any more.
         self._events: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self.count = 0

@@ -38,7 +38,7 @@ def path_of(search: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StreamedEvent:
-    """Something that happened to a search; ``number`` is ``None`` for what runs now, which is not kept."""
+    """Something that happened to a search; ``number`` is ``None`` for a ``status`` event, which is not kept."""
 
     kind: str
     document: Document
@@ -49,7 +49,7 @@ class _PinnedSocket(ssl.SSLSocket):
     """A TLS connection to the holder of one certificate."""
 
     def do_handshake(self, block: bool = False) -> None:
-        """Do the TLS handshake. Raises ``ssl.SSLCertVerificationError`` unless it is exactly the pinned certificate."""
+        """Do the TLS handshake. Raises ``ssl.SSLCertVerificationError`` for any certificate but the pinned one."""
         super().do_handshake(block)
         if self.getpeercert(binary_form=True) != getattr(self.context, "pinned", None):
             raise ssl.SSLCertVerificationError(f"it is not the one in the file that {CERTIFICATE_VARIABLE} names")
@@ -115,8 +115,8 @@ class Client:
             raise ServiceError("the token has characters that no token has", f"see --server and {TOKEN_VARIABLE}")
         headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token_text}"} if token_text else {})}
         try:
-            # Read once: a service goes on with the certificate that it started with when the file is renewed. What
-            # the environment says of proxies is for the world outside.
+            # The certificate is read once: a service keeps the one that it started with when the file is renewed.
+            # Proxies in the environment are for the Internet, and not used here.
             self._http = httpx2.Client(
                 base_url=self.url,
                 headers=headers,
@@ -156,7 +156,7 @@ class Client:
         query: Mapping[str, Any] | None = None,
         timeout_seconds: float | None = None,
     ) -> Any:
-        """Send a request and return the JSON or text of the response; raise the error of a problem document."""
+        """Send a request and return its JSON or text, ``None`` for an empty response; raise a problem's error."""
         limit = httpx2.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
         response = self._answer(method, path, json=body, params=query, headers=dict(headers or {}), timeout=limit)
         kind = response.headers.get("content-type", "").partition(";")[0].strip()
@@ -217,6 +217,7 @@ class Client:
             time.sleep(0.5)
 
     def _stream(self, search: str, after: int) -> Iterator[StreamedEvent]:
+        """Yield the events after number ``after`` until the connection ends. Raises ``ServiceError``."""
         headers = {"Last-Event-ID": str(after)}
         try:
             with self._http.sse(f"{path_of(search)}/events", headers=headers, timeout=_SILENCE_SECONDS) as source:
@@ -224,7 +225,7 @@ class Client:
                     source.response.read()
                     raise self._error(source.response)
                 for event in source:
-                    # What runs now has no number of its own.
+                    # A status event has no number of its own.
                     number = int(event.id) if event.id and event.event != "status" else None
                     yield StreamedEvent(event.event, json.loads(event.data), number)
         except httpx2.HTTPError as error:

@@ -45,7 +45,7 @@ class EventStream(StreamingResponse):
 
     # FastAPI reads the default of ``status_code`` when it describes the API.
     def __init__(self, messages: AsyncIterator[bytes], status_code: int = 200) -> None:
-        # Nothing between the service and who listens may keep events back.
+        # Proxies must neither keep events back nor cache them.
         super().__init__(messages, status_code, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
@@ -167,7 +167,7 @@ class _Search(_Shared):
         status: Document | None = None
         sent_at = time.monotonic()
         while self.access.knows(token):
-            # Before looking: else news that come between would be missed.
+            # Read before the events: otherwise news that come in between would be missed.
             news, is_over = self._news, self.is_over
             message = b"".join(self._events[after:])
             after = max(after, len(self._events))
@@ -185,7 +185,7 @@ class _Search(_Shared):
 
 
 class Feeds:
-    """What is followed now, for those who listen."""
+    """The shared tasks that follow changes, each started for its first listener and ended with its last."""
 
     def __init__(self, searches: Searches, access: Access) -> None:
         self._searches = searches

@@ -208,7 +208,7 @@ _PRIORITY: Document = {"type": "integer", "minimum": 0, "maximum": 10, "default"
 def describe_api(app: FastAPI) -> Document:
     """Return the OpenAPI description of an application.
 
-    Every path of FastAPI must have its responses in the table above; raises ``KeyError`` otherwise.
+    Every route must have its responses in ``_ANSWERS``; raises ``KeyError`` otherwise.
     """
     described = get_openapi(
         title="autotune", version=app.version, description="Searches for training configurations.", routes=app.routes

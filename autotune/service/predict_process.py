@@ -15,9 +15,9 @@ from autotune.core.arguments import check_arguments
 from autotune.core.errors import AutotuneError
 
 _MOST_BYTES = 8 * 2**30
-# Of whose terminal nothing is known.
+# The width of the text in columns; the width of the client's terminal is not known.
 _COLUMNS = 80
-# Searches are measured on the same cores.
+# Predictions give way to searches, which are measured on the same cores.
 _NICENESS = 10
 
 

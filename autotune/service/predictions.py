@@ -39,7 +39,7 @@ MOST_SECONDS = 30.0
 """How long a prediction may take: nobody is to hold the processors for longer."""
 
 Predict = Callable[[Command, Document], Document]
-"""Returns what a command says of options by name, each given or at its default."""
+"""Returns the document of a command for its options by name, all of them, given or at their defaults."""
 
 
 class PredictionProcess:
@@ -99,7 +99,10 @@ class Predictions:
     """By token."""
 
     def answer(self, document: Any, by: str, command: Command = "predict") -> Document:
-        """Return the prediction that a client requests. Raises the command's errors."""
+        """Return the prediction that a client requests; ``by`` is its token's name.
+
+        Raises the command's errors, and ``ServiceError`` where too many predictions are under way.
+        """
         if self.predict is None:
             raise ServiceError("this service predicts nothing", "run the command without --server", status=501)
         options = _read(command, document, self.data_folders)

@@ -34,7 +34,7 @@ def problem_document(error: AutotuneError) -> tuple[int, Document]:
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
         "status": status,
-        # Half of a character, which JSON may spell, has no bytes.
+        # JSON may contain half of a surrogate pair, which has no encoding as UTF-8.
         "detail": error.message.encode(errors="backslashreplace").decode(),
         "hint": error.hint,
         "exit_code": error.exit_code,

@@ -57,6 +57,7 @@ _EXAMPLE = 'write it as [my-name] and script = ["python", "train.py"], trainer =
 
 
 def _entry(path: Path, name: str, entry: Any) -> Code:
+    """Return the code of one entry of the list. Raises ``InvalidRequestError`` for a malformed entry."""
     where = f"--allow {path}: {name[:64]!r}"
     if not _NAME.fullmatch(name):
         raise InvalidRequestError(f"{where} is not a valid name", "use letters, digits, dashes, dots and underscores")
@@ -113,7 +114,7 @@ _NOT_OVER_HTTP = frozenset(
 )
 OPTION_NAMES: tuple[str, ...] = tuple(o.name for o in options_of("search") if o.name not in _NOT_OVER_HTTP)
 VERIFIES = "verify_study"
-"""The name in a job's request under which the study is that it verifies."""
+"""The key in a job's request for the study to verify; only verifications have it."""
 _OF_VERIFY = ("study", "steps", "priority")
 # Besides the options of a search.
 _EXTRA = ("priority", "needs")
@@ -124,7 +125,7 @@ _GPU_NAME_LENGTH = 64
 _MOST_GPUS = 64
 MOST_MEMORY_BYTES = 2**50
 _MOST_VALUES = 100
-# What file systems allow a name.
+# The longest name that file systems allow.
 _MOST_LETTERS = 255
 
 
@@ -267,11 +268,14 @@ def canonical(document: Document) -> str:
 
 
 def check_against(submission: Submission, devices: Sequence[Device], codes: Listed = MappingProxyType({})) -> None:
-    """Raise an error where none of these devices can run the search, with the first device's reason."""
+    """Raise an error where none of these devices can run the search, with the first device's reason.
+
+    Without devices, only what is wrong on any device is an error.
+    """
     count = submission.needs.count
     code = listed(submission.code, codes) if submission.code is not None else None
     if not devices:
-        # What is wrong with the model or the batch is so on any device.
+        # A wrong model or batch is wrong on any device.
         _ = search_request(submission.options, [find_device("cpu")] * count, code=code).batches
     problems: list[AutotuneError] = []
     for device in devices:

@@ -40,7 +40,7 @@ router = APIRouter()
 _MOST_LOG_BYTES = 64 * 1024
 _HEALTH_SECONDS = 1.0
 _LEAST_FREE_BYTES = 4 * 2**20
-# In the value of a label.
+# What has to be escaped in the value of a Prometheus label.
 _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
@@ -53,7 +53,7 @@ class Health:
         self._looked_at = 0.0
 
     async def problem(self) -> str | None:
-        """Return a general description of a problem with the database, for clients without a token."""
+        """Return a problem with the database, without details, for clients without a token; ``None`` without one."""
         if self._look is None or (self._look.done() and time.monotonic() - self._looked_at >= _HEALTH_SECONDS):
             self._looked_at = time.monotonic()
             self._look = asyncio.create_task(asyncio.to_thread(self._searches.store.queue.count_queued))

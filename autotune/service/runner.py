@@ -60,13 +60,13 @@ class Runner:
     engine: Engine
     changes: ChangeEvents
     codes: Callable[[], Mapping[str, Code]]
-    """What may be searched by name."""
+    """Returns the listed code by name."""
     data_folders: Sequence[Path] = ()
-    """Whose models and datasets requests may name."""
+    """The folders whose models and datasets requests may name."""
     lost: int = 0
     """Attempts whose process or node was lost, since the start."""
     also_ends: list[Callable[[], None]] = field(default_factory=list)
-    """What else is to end with it."""
+    """Called by ``close``, before the running jobs are ended."""
     _running: dict[str, _Running] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
@@ -82,7 +82,7 @@ class Runner:
         self._wake.set()
 
     def job_on(self, host: str, uuid: str) -> JobRecord | None:
-        """Return the job that runs on a device."""
+        """Return the job that runs on a device; ``None`` where the device is free."""
         with self._guard:
             every = list(self._running.values())
         return next((each.job for each in every if each.host == host and uuid in each.uuids), None)
@@ -106,7 +106,7 @@ class Runner:
     # Life
 
     def begin(self) -> None:
-        """Resume the jobs that ran when the service ended, and start others."""
+        """Start the thread that takes up jobs from before a restart of the service, and starts queued jobs."""
         self._thread = threading.Thread(target=self._start_jobs, name="runner", daemon=True)
         self._thread.start()
 
@@ -158,7 +158,7 @@ class Runner:
                 while not self._is_closing and self._start_next():
                     pass
             except Exception as error:
-                # A job may have been started although no answer came.
+                # The database may have recorded a start although its answer was lost.
                 self._is_settled = False
                 if isinstance(error, StorageError):
                     log.warning("no job can be started: %s", error)
@@ -255,7 +255,7 @@ class Runner:
             if not goes_on:
                 run.close()
             with self._guard:
-                # A job that was put back may run again by now, as another.
+                # A job that was put back may run again by now, with another ``_Running``.
                 if self._running.get(job.id) is running:
                     del self._running[job.id]
             with contextlib.suppress(OSError):
@@ -389,7 +389,7 @@ def _groups_of_equal_devices(devices: Sequence[Device]) -> list[list[Device]]:
 
 
 def offer_of(alike: Sequence[Device]) -> Offer:
-    """Return the queue's offer for devices of one kind."""
+    """Return the queue's offer for devices that are equal in kind, name and memory."""
     first = alike[0]
     return Offer(first.kind, first.name, first.memory_total_bytes, len(alike))
 

@@ -49,7 +49,7 @@ MOST_QUEUED = 10_000
 """More are refused, so that a client that submits in a loop does not fill the disk."""
 _MOST_COMPARED = 20
 _SECONDS_BETWEEN_FORGETTING = 3600.0
-# Of a job, what the API shows as it is.
+# The fields of a job that the API shows as they are.
 _SHOWN = [
     "id",
     "number",
@@ -80,9 +80,9 @@ class Searches:
     is_closing: bool = False
     runner: Runner = field(init=False)
     _naming: threading.Lock = field(default_factory=threading.Lock)
-    """A study's name is chosen and taken by one at a time."""
+    """Held while a study's name is chosen and the job is added: one thread at a time."""
     _result_lines: dict[str, str] = field(default_factory=dict)
-    """By job: a list of many is shown often."""
+    """A line for the result of each finished job, by id; kept, since long lists are shown often."""
 
     def __post_init__(self) -> None:
         self.runner = Runner(self.store, self.storage, self.engine, self.changes, lambda: self.codes, self.data_folders)
@@ -92,8 +92,8 @@ class Searches:
     def submit(self, document: Any, *, by: TokenRecord, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queue a search; return its job and whether it is new.
 
-        A request without ``fresh`` and without data that may have changed is not searched twice: its earlier job is
-        returned.
+        Without a key, the finished job of ``_earlier_answer`` is returned where there is one. With a known
+        ``idempotency_key`` its job is returned, in any state.
         """
         submission = read_submission(document, self.data_folders, self.codes)
         if idempotency_key is None:
@@ -163,12 +163,15 @@ class Searches:
             )
 
     def verification(self, job: JobRecord) -> Document | None:
-        """Return the result of a verification: its document, and the problem of a missed promise."""
+        """Return the result of a verification, its document and a missed promise's problem; ``None`` before its end."""
         found = [event for event in self.store.queue.events(job.id) if event.kind == "verification"]
         return found[-1].document if found else None
 
     def _earlier_answer(self, submission: Submission) -> JobRecord | None:
-        """Return the finished job with the same request and version of autotune."""
+        """Return the finished job with the same request and version of autotune; ``None`` without one.
+
+        Also ``None`` for ``fresh``, and for own code and datasets, which may have changed.
+        """
         if submission.fresh or submission.code is not None or submission.options.get("dataset") is not None:
             return None
         # Options are recorded in one order, so that the database finds the same request as text.

@@ -84,7 +84,7 @@ class Settings:
 
     @property
     def shown_url(self) -> str:
-        """The service's address for other machines."""
+        """The service's address for other machines where it is reachable and has a name, otherwise ``url``."""
         return self._url_of(self.names[0]) if self.names and not is_own_address(self.host) else self.url
 
     def _url_of(self, name: str) -> str:
@@ -109,12 +109,12 @@ def steady_clock() -> Callable[[], datetime]:
 
 
 def serve(settings: Settings, ready: Callable[[str, str | None], None], predict: Predict | None = None) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and a newly created token.
+    """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and a new token, ``None`` where there are tokens.
 
     Raises ``InvalidRequestError`` for impossible settings, and the ``StorageError`` of ``open_store``.
     """
     settings.check()
-    # Requests, logs and the database are nobody else's.
+    # Only this user may read the files of requests, logs and the database.
     os.umask(0o077)
     open_files = raise_open_files()
     logging.getLogger("asyncio").addFilter(OncePerMinute())
@@ -122,11 +122,11 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
     with (
         _listen(settings) as listener,
         open_store(settings.storage) as store,
-        # Two would start each other's searches anew.
+        # Two services on one database would start each other's searches anew.
         held(store, "service", "the queue of this database"),
     ):
         settings = replace(settings, port=int(listener.getsockname()[1]))
-        # Else each event would wait for the disk, and all writers for each other.
+        # Otherwise each event would wait for the disk, and all writers for each other.
         leave_syncing_to_checkpoints(store.engine)
         store.queue.clock = steady_clock()
         searches = Searches(store, settings.storage, _engine(settings), data_folders=settings.data_folders, codes=codes)

@@ -112,7 +112,7 @@ def postgres_pool(location: Location, size: int) -> dict[str, Any]:
         "pool_pre_ping": True,
         "pool_size": size,
         "max_overflow": 0,
-        # What is idle is closed by whoever stands between, such as a firewall.
+        # A firewall in between may close an idle connection.
         "pool_recycle": 1800,
         "pool_use_lifo": True,
         "connect_args": {name: value for name, value in own.items() if name not in location.url.query},
@@ -132,7 +132,7 @@ def prepare_postgres(engine: Engine, lock_timeout_seconds: float) -> None:
 
 
 def wait_for_restarts(engine: Engine) -> None:
-    """Make an engine wait for a restarting server. A server that was never reached is an error at once."""
+    """Make an engine wait up to ``RESTART_SECONDS`` for a restarting server; one never reached is an error at once."""
     was_there = False
 
     @event.listens_for(engine, "do_connect")
@@ -192,7 +192,7 @@ def postgres_errors() -> tuple[type[Exception], ...]:
 LOCK_TIMEOUT_SECONDS = 60.0
 
 # Connections of one process to a server. They are opened when they are needed, and stay open: to open one costs more
-# than to use it. A search needs two at a time, a service up to forty, which then wait for each other.
+# than to use it. A search needs two at a time. A service needs up to forty, so its threads wait for each other.
 POOL_SIZE = 20
 
 # The key of an object that stands for a number that JSON has no way to write.
@@ -300,7 +300,7 @@ def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
 
 
 def insert_if_absent(connection: Connection, table: Any, values: Mapping[str, Any]) -> bool:
-    """Insert a row unless its key exists; return whether it was inserted.
+    """Insert a row unless one has the same primary key or unique value; return whether it was inserted.
 
     Where two processes insert the same key at the same moment, one waits for the other.
     """
@@ -328,7 +328,7 @@ def transaction(engine: Engine, *, writes: bool, is_single: bool = False) -> Ite
 
 @contextmanager
 def storage_errors(label: str) -> Iterator[None]:
-    """Translate errors of SQLAlchemy, sqlite3 and the file system to ``StorageError``."""
+    """Translate errors of the database, of its content and of the file system to ``StorageError``."""
     try:
         yield
     except Exception as error:
@@ -435,7 +435,7 @@ def leave_syncing_to_checkpoints(engine: Engine) -> None:
 
 
 class Syncing:
-    """Waits until the disk has what was committed; after ``leave_syncing_to_checkpoints``.
+    """Waits until the disk has what was committed, for use after ``leave_syncing_to_checkpoints``.
 
     Threads that ask at the same time share one wait.
     """
@@ -447,7 +447,7 @@ class Syncing:
         self._begun = self._ended = 0
 
     def __call__(self) -> None:
-        """Wait until the disk has all commits: sync the write-ahead log's file. Servers do so at each commit.
+        """Wait until the disk has all commits: sync the write-ahead log's file. Does nothing for a server.
 
         A checkpoint would do as well, but the next writer would wait for the disk again, to start a new log. SQLite
         holds no lock on the log's file, so that it may be opened and closed here.
@@ -455,7 +455,7 @@ class Syncing:
         if self._wal is None:
             return
         with self._guard:
-            # One that is under way may have begun before this thread's commit.
+            # A sync that is under way may have begun before this thread's commit.
             wanted = self._begun + 1
         with self._turn:
             if self._ended >= wanted:
@@ -463,7 +463,7 @@ class Syncing:
             with self._guard:
                 self._begun += 1
                 number = self._begun
-            # No file: it has been written into the database, and that to the disk.
+            # Where there is no log, it has been written into the database, and the database to the disk.
             with contextlib.suppress(OSError):
                 file = os.open(self._wal, os.O_RDONLY)
                 try:

@@ -24,7 +24,7 @@ LEASE_SECONDS = 60.0
 """How long the owner may be silent until another may take over. A choice: longer than a busy disk holds up a write,
 and short enough to wait for after a host has died."""
 RENEWALS = 4
-"""Renewals within that time, so that a few may fail."""
+"""Renewals within ``LEASE_SECONDS``, so that a few may fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Leases:
         self._clock = clock
 
     def take(self, name: str, owner: Owner, token: str, lease_seconds: float = LEASE_SECONDS) -> Lease | None:
-        """Take a free lease under a new token, and return ``None``; else return the lease of its holder.
+        """Take a free lease under ``token`` and return ``None``; otherwise return the lease of its holder.
 
         A lease is free where it does not exist, has expired, or belonged to a process of this machine that has ended:
         after ``kill -9`` nobody waits for the expiry.
@@ -74,7 +74,7 @@ class Leases:
         }
         with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
             while not insert_if_absent(connection, LeaseRow, {"name": name, **values}):
-                # Where writers do not wait for each other, another may come between any two of these.
+                # Where writers do not wait for each other, another may write between any two of these statements.
                 lease = find_lease(connection, name)
                 if lease is None:
                     continue
@@ -144,7 +144,7 @@ def find_lease(connection: Connection, name: str, *, keeps: bool = False) -> Lea
     """
     query = select(*LeaseRow.__table__.columns).where(LeaseRow.name == name)
     if keeps:
-        # Ignored by SQLite, where one writer at a time is in.
+        # SQLite ignores this, and needs no row lock: it admits one writer at a time.
         query = query.with_for_update(read=True)
     row = connection.execute(query).first()
     if row is None:

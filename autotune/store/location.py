@@ -25,7 +25,7 @@ _PLAIN_URL = "sqlite:///"
 _UNCERTAIN = re.compile(r"://|[?%#]")
 POSTGRES_EXAMPLE = "postgresql+psycopg://user@host/database"
 _POSTGRES_NAMES = ("postgresql", "postgres")
-# Arguments of libpq that may stand behind the question mark of a URL and are nobody else's business.
+# Arguments of libpq, after the question mark of a URL, that are secret.
 _SECRET_ARGUMENTS = frozenset({"password", "sslpassword"})
 _SQLITE_DRIVERS = ("sqlite", "sqlite+pysqlite")
 # File systems, as /proc/mounts names them, whose locks or shared memory do not work between machines. WAL needs both
@@ -123,7 +123,7 @@ def _file_location(url: URL, name: str, label: str) -> Location:
     if _surrogates(str(path)):
         raise StorageError(f"{label!r} is not valid Unicode", "choose another name with --storage")
     location = Location(url.set(database=str(path)), path, label)
-    # Others are told the URL as text, in which SQLAlchemy before 2.1 loses a question mark.
+    # Other processes get the URL as text, in which SQLAlchemy before 2.1 loses a question mark.
     if make_url(location.url.render_as_string(hide_password=False)).database != str(path):
         raise StorageError(f"{label!r} cannot be written as a database URL", "choose a name without a question mark")
     return location

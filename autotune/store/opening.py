@@ -40,9 +40,9 @@ def open_store(
 
     A missing file is created, with its folders, unless ``create`` is false; so are the tables in a server's database.
     ``migrations`` is the folder of Alembic's scripts, autotune's own by default. Raises ``StorageError`` where the
-    database is missing, locked, damaged, not writable, not one, another program's, or from a newer autotune, and where
-    its server cannot be reached. Such a database is not changed. Tables of Optuna, in which older versions recorded
-    trials a second time, are left as they are.
+    database is missing, locked, damaged, not writable, another program's, or from a newer autotune, where the file
+    holds none, and where its server cannot be reached. Such a database is not changed. Tables of Optuna, in which older
+    versions recorded trials a second time, are left as they are.
     """
     place = resolve_location(location)
     scripts = migrations or migrations_folder()
@@ -122,7 +122,7 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
 
 
 def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create: bool) -> Store:
-    """Open a database after checks that write nothing, so that a refused database stays unchanged."""
+    """Open a database and upgrade its tables, after checks that write nothing: a refused database stays unchanged."""
     engine = build_engine(place, lock_timeout_seconds)
     try:
         has_tables, is_current = _inspect(engine, place, scripts)

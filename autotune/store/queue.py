@@ -62,7 +62,7 @@ JobOrder = Literal["submitted", "study", "owner", "state", "device", "batch", "t
 # 32 random bytes cannot be guessed, so their digest needs no salt and no slow hash.
 _TOKEN_BYTES = 32
 MOST_LOSSES = 3
-"""A job whose processes or nodes were lost so often has failed: it may be what ends them."""
+"""A job fails after so many attempts whose process or node was lost: the job itself may be the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Needs:
     count: int = 1
 
     def describe(self) -> str:
-        """Return the needs in words: ``a GPU named h200 with 80 GB``."""
+        """Return the needs in words: ``a GPU named h200 with 80.0 GiB``."""
         if self.device_kind == "cpu":
             return "a CPU"
         kind = "GPU" if self.device_kind == "cuda" or self.gpu else "device"
@@ -88,7 +88,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The devices of one kind that a machine has."""
+    """The devices of a machine that are equal in kind, name and memory."""
 
     device_kind: str
     device_name: str
@@ -181,15 +181,15 @@ Event = tuple[str, Document]
 class PrioritySemaphore:
     """Admits ``places`` threads at a time: urgent ones first, others in the order in which they asked.
 
-    SQLite lets one writer in, and those that wait for its lock sleep in between; threads of one process need not. A
-    server lets in many, but a process has only so many connections, and those that wait for one are served in no order.
+    SQLite admits one writer. Waiting for its lock means sleeping between tries; a thread that waits here is woken at
+    once. A server admits many, but a process has a limited number of connections, which are given out in no order.
     """
 
     def __init__(self, places: int) -> None:
         self._changed = threading.Condition()
         self._free = places
         self._waiting: list[tuple[bool, int]] = []
-        """Whether it is not urgent, and a number that counts up; in their order."""
+        """The waiting threads in their order: whether not urgent, and a number that counts up."""
         self._tickets = itertools.count()
 
     @contextlib.contextmanager
@@ -265,13 +265,13 @@ class Queue:
             return _record_of(row), True
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
-        """Return the job that was submitted under this key."""
+        """Return the job that was submitted under this key; ``None`` without one."""
         with self._transaction(is_single=True) as connection:
             row = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).first()
         return None if row is None else _record_of(row)
 
     def job(self, job_id: str) -> JobRecord | None:
-        """Return the job with this id, or the latest job of the study with this name."""
+        """Return the job with this id, or the latest job of the study with this name; ``None`` without one."""
         if "\0" in job_id:
             # No job's name; a PostgreSQL server refuses to look for it.
             return None
@@ -288,7 +288,10 @@ class Queue:
         before: int | None = None,
         most: int = 100,
     ) -> list[JobRecord]:
-        """Return jobs, newest first: those below the number ``before``, and those with exactly this ``request``."""
+        """Return at most ``most`` jobs that meet every condition given, newest first.
+
+        ``before`` limits their numbers to smaller ones, ``request`` is compared as a whole.
+        """
         if study is not None and "\0" in study:
             return []
         query = _JOBS.order_by(_JOB.c.number.desc()).limit(most)
@@ -368,7 +371,10 @@ class Queue:
             return [JobEvent(*row) for row in connection.execute(_EVENTS, asked)]
 
     def cancel(self, job_id: str) -> JobRecord | None:
-        """Cancel a queued job and return its new record. A running job is cancelled by its runner instead."""
+        """Cancel a queued job; mark a running job, which its runner has to cancel. Return the job's new record.
+
+        Return ``None`` for an unknown id.
+        """
         moment = self.clock()
         with self._transaction(writes=True) as connection:
             queued = and_(_JOB.c.id == job_id, _JOB.c.state == "queued")
@@ -382,7 +388,7 @@ class Queue:
         return None if found is None else _record_of(found)
 
     def forget(self, ended_before: datetime, most: int = 500) -> dict[str, str]:
-        """Delete jobs that ended before a moment, with their events; return their studies by job id."""
+        """Delete at most ``most`` jobs that ended before a moment, and their events; return their studies by job id."""
         old = select(_JOB.c.id, _JOB.c.study).where(_JOB.c.state.in_(ENDED), _JOB.c.ended_at < ended_before)
         with self._transaction(writes=True) as connection:
             found = {row[0]: row[1] for row in connection.execute(old.order_by(_JOB.c.number).limit(most))}
@@ -393,7 +399,7 @@ class Queue:
     # Attempts
 
     def next_for(self, offer: Offer) -> JobRecord | None:
-        """Return the first queued job that can run on these devices."""
+        """Return the first queued job that can run on these devices; ``None`` without one."""
         offered = {
             "device_kind": offer.device_kind,
             "device_name": offer.device_name.lower(),
@@ -420,7 +426,7 @@ class Queue:
     def writing(self, job_id: str, attempt: int, events: Sequence[Event], **changes: Any) -> Iterator[Connection]:
         """Write events and ``changes`` of a running job in one transaction, which the block may extend.
 
-        Raises ``AttemptOverError`` where another attempt runs the job; nothing is written then.
+        Raises ``AttemptOverError`` where this attempt no longer runs the job; nothing is written then.
         """
         given = {"job_id": job_id, "attempt": attempt, "added": len(events)}
         given |= {f"new_{name}": value for name, value in changes.items()}
@@ -432,7 +438,7 @@ class Queue:
             yield connection
 
     def end(self, job_id: str, attempt: int, state: JobState, problem: Document | None = None) -> None:
-        """Record the end of a job. Raises ``AttemptOverError`` where another attempt runs the job."""
+        """Record the end of a job. Raises ``AttemptOverError`` where this attempt no longer runs the job."""
         event = ("state", {"state": state, **({"problem": problem} if problem else {})})
         with self.writing(job_id, attempt, [event], state=state, problem=problem, ended_at=self.clock(), status=None):
             pass
@@ -441,7 +447,7 @@ class Queue:
         """Put a job back into the queue after an attempt without a result; return its new state.
 
         A job to be cancelled is cancelled. A job that has lost too many attempts has failed. Raises
-        ``AttemptOverError`` where another attempt runs the job.
+        ``AttemptOverError`` where this attempt no longer runs the job.
         """
         moment = self.clock()
         with self._transaction(writes=True) as connection:
@@ -471,7 +477,10 @@ class Queue:
     # Tokens
 
     def add_token(self, name: str, role: Role) -> str:
-        """Create a token, store its hash, and return the token, which cannot be read again."""
+        """Create a token, store its hash, and return the token, which cannot be read again.
+
+        Raises ``InvalidRequestError`` for an unusable name or one in use.
+        """
         if not name or len(name) > 64 or not name.isprintable():
             raise InvalidRequestError(f"{name[:80]!r} is not a name for a token", "use up to 64 printable characters")
         if any(known.name == name for known in self.tokens()):
@@ -505,6 +514,7 @@ class Queue:
     def _transaction(
         self, *, writes: bool = False, is_urgent: bool = False, is_single: bool = False
     ) -> Iterator[Connection]:
+        """Open a transaction; a writer first waits for its turn among this process's writers."""
         place = self._writers.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
         opened = transaction(self._engine, writes=writes, is_single=is_single)
         with place, storage_errors(self._label), opened as connection:

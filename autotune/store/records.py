@@ -123,11 +123,11 @@ class TrialRecord:
 
 @dataclass(frozen=True, slots=True)
 class PastTrial:
-    """A trial of another study with the same environment and workload."""
+    """A trial of the same workload in another study or another environment."""
 
     trial: TrialRecord
     study: str
-    """The name of that study."""
+    """The name of the trial's study."""
     ceiling: Document
     """The memory ceiling that the trial had."""
 
@@ -151,7 +151,7 @@ class StudySummary:
         return self.running + self.completed + self.out_of_memory + self.failed
 
 
-# An interruption is hardly ever caused by the candidate. One that crashes the machine must not be repeated forever.
+# An interruption is hardly ever caused by the candidate. But one that crashes the machine must not run again forever.
 _MOST_INTERRUPTIONS = 10
 _MOST_FAULTS = 1
 # Repeats after a disturbance. A disturbed measurement is better than none, and some disturbances never end.
@@ -160,7 +160,10 @@ _MOST_DISTURBANCES_IN_ALL = 10
 
 
 class Repeats:
-    """Takes a study's trials in order; the result is the same during the search and when read from the record."""
+    """Decides from a study's trials, taken in order, which of them count and which candidates are run again.
+
+    The result is the same during the search and when read from the record.
+    """
 
     def __init__(self) -> None:
         self._set_aside: dict[tuple[Candidate, str], list[TrialRecord]] = {}
@@ -175,7 +178,7 @@ class Repeats:
         return [(stage, candidate) for candidate, stage in self._owed.items()]
 
     def take(self, trial: TrialRecord) -> TrialRecord | None:
-        """Return the trial that counts for the candidate, this or an earlier one; ``None`` to run it again."""
+        """Return the trial that counts for the candidate, this or an earlier one; ``None`` where it needs another."""
         kind = _kind(trial)
         if kind is None:
             self._owed.pop(trial.candidate, None)

@@ -116,7 +116,7 @@ class Store:
                 )
 
     def update_study(self, study: StudyRecord) -> None:
-        """Update the record with the same id, except its name and start.
+        """Update the study with the same id, except its name and start.
 
         Raises ``StorageError`` where there is none with this id.
         """
@@ -140,7 +140,10 @@ class Store:
             return set(connection.execute(select(StudyRow.name).where(StudyRow.name.in_(names))).scalars())
 
     def existing_study(self, name: str) -> StudyRecord:
-        """Return the study with this name. Raises ``UnknownStudyError``, with similar names, for an unknown name."""
+        """Return the study with this name, as interrupted where it is recorded as running but no process runs it.
+
+        Raises ``UnknownStudyError``, with similar names, for an unknown name.
+        """
         study = self.study(name)
         if study is not None:
             return self._interrupted_if_abandoned(study)
@@ -151,7 +154,7 @@ class Store:
         )
 
     def studies(self) -> list[StudySummary]:
-        """Return every study, the newest first."""
+        """Return every study, the newest first; states as in ``existing_study``."""
         with self._transaction() as connection:
             rows = connection.execute(_STUDIES_WITH_DOCUMENTS).all()
             states = select(TrialRow.study_id, TrialRow.state, func.count()).group_by(TrialRow.study_id, TrialRow.state)
@@ -212,7 +215,7 @@ class Store:
             connection.execute(update(TrialRow).where(TrialRow.id == trial_id).values(**values))
 
     def drop_reused_trials(self, study_id: str) -> None:
-        """Delete the measurements that a study reuses from other studies."""
+        """Delete a study's copies of completed trials of other studies; the originals stay."""
         taken = (TrialRow.study_id == study_id) & (TrialRow.stage == "reused") & (TrialRow.state == "completed")
         with self._guarded() as connection:
             connection.execute(delete(TrialRow).where(taken))
@@ -388,6 +391,7 @@ def _trial_record(row: Sequence[Any]) -> TrialRecord:
 
 
 def _read_trials(connection: Connection, query: Select[Any]) -> list[TrialRecord]:
+    """Return the trials of a query. Raises ``StorageError`` where one of them is unreadable."""
     rows: Sequence[Row[Any]] = connection.execute(query).all()
     try:
         return [_trial_record(row) for row in rows]

@@ -1,7 +1,7 @@
 """Carry studies as JSON from one database to another: between a service and the machines that search for it.
 
-Rows keep their ids where those are unique, and get new ones where a database counts them. Workloads and environments
-are matched by fingerprint.
+Studies and trials keep their ids. Workloads and environments are matched by fingerprint, and get the ids that they
+have in the receiving database.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_study(store: Store, name: str, trial_ids: Collection[str] | None = None
 
 
 def related_studies(store: Store, model: str) -> list[Document]:
-    """Return the latest finished studies with this model's name, whose trials a search may reuse."""
+    """Return at most ``_MOST_RELATED`` of the latest finished studies of a model, whose trials a search may reuse."""
     ended = select(StudyRow.name, WorkloadRow.document).join(WorkloadRow, WorkloadRow.id == StudyRow.workload_id)
     ended = ended.where(StudyRow.state == "finished").order_by(StudyRow.started_at.desc()).limit(1000)
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
@@ -66,6 +66,7 @@ def studies_for(store: Store, study: str, options: Document) -> tuple[Document, 
 
 
 def _read_document(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
+    """See ``read_study``; within an open transaction."""
     studies = _rows(connection, _STUDIES, "name", [name])
     if not studies:
         return None
@@ -81,7 +82,7 @@ def _read_document(connection: Connection, name: str, trial_ids: Collection[str]
 
 
 def take_in(connection: Connection, document: Document, name: str | None = None) -> None:
-    """Write a study from another database, replacing its earlier version here.
+    """Write a study from another database over its row here, and its trials; trials not in the document stay.
 
     With ``name`` the study must have this name. Raises ``InvalidRequestError`` for malformed studies, and where the
     name or an id belongs to another study here: incoming ids are not trusted.

@@ -191,6 +191,7 @@ def _home_page(
     parts: Markup,
     error: AutotuneError | None = None,
 ) -> HTMLResponse:
+    """Return the first page, with the form filled in as ``asked`` and around the changing ``parts``."""
     every = [device for host in searches.engine.hosts() for device in host.devices]
     more = more_fields(asked, has_codes=bool(searches.codes))
     return page(
@@ -213,6 +214,7 @@ def _home_page(
 
 
 def _render_parts(searches: Searches) -> Markup:
+    """Render the changing parts of the first page: queue, devices, problems, ended searches."""
     queue = searches.store.queue
     running = queue.jobs(states=["running"], most=_MOST_RUNNING)
     shown = [*running[:_MOST_SHOWN], *queue.next_jobs(_MOST_SHOWN)]

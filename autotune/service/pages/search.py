@@ -94,6 +94,7 @@ def _asked(job: JobRecord, url: str) -> dict[str, object]:
 
 
 def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: str) -> Markup:
+    """Render the changing parts of a search's page, for the rights of a token and the service's ``url``."""
     is_verification = VERIFIES in job.request
     report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
     has_result = report is not None and job.state in ENDED and report.best is not None
