@@ -35,7 +35,7 @@ class AccelerateOverlay(Overlay):
         "workers": ("--dataloader_num_workers", "--num_workers", "--workers"),
     }
     _accelerator: Any = None
-    """The one that was made last."""
+    """The ``Accelerator`` that was made last."""
     _made_at = ""
     """The file and line that made it."""
     _passed: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class AccelerateOverlay(Overlay):
         before(kind, "accumulate", lambda *_: setattr(self, "_accumulates", True))
 
         def keep(prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
-            # It is a loader, and goes over another one that it has made.
+            # The prepared object is a loader itself, and may wrap another one (``base_dataloader``).
             for made_of_it in (prepared, getattr(prepared, "base_dataloader", prepared)):
                 keep_key(made_of_it, data_loader)
 
@@ -80,7 +80,7 @@ class AccelerateOverlay(Overlay):
             _write_nothing(kind)
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``Accelerator`` with the candidate's settings."""
+        """Return the arguments of ``Accelerator`` to replace for the candidate's settings."""
         changes, wanted = self._changes, dict[str, Any]()
         if changes.precision is not None:
             wanted["mixed_precision"] = ACCELERATE[changes.precision]
@@ -97,6 +97,7 @@ class AccelerateOverlay(Overlay):
         return {**changes.over(given, wanted), **({"log_with": None} if self._observer is not None else {})}
 
     def _take_prepared_models(self, _: Any, *things: Any, **__: Any) -> None:
+        """Take the models among the objects given to ``Accelerator.prepare``."""
         for thing in things:
             if isinstance(thing, sys.modules["torch"].nn.Module):
                 self._take_model(None, thing)

@@ -35,7 +35,7 @@ _LEFT_OUT = (
     "BatchSizeFinder", "LearningRateFinder", "OnExceptionCheckpoint", "ThroughputMonitor",
     "GradientAccumulationScheduler",
 )  # fmt: skip
-# More than any trial trains for; schedules are made of it, so that it is no infinity.
+# More than any trial trains for. Learning rate schedules compute with it, so it is finite.
 _MANY_EPOCHS = 1_000_000
 
 
@@ -106,7 +106,7 @@ class LightningOverlay(Overlay):
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
         from autotune.worker.user.loop_steps import batch_samples
 
-        # Where there are none, the process ends as the training starts.
+        # In an inspection ``steps`` is ``None``: ``observer.begins`` ends the process as the training starts.
         overlay, steps = self, cast("LoopSteps", observer.steps)
 
         class Tells(base):  # type: ignore[misc]
@@ -143,7 +143,7 @@ class LightningOverlay(Overlay):
         return Tells()
 
     def precision(self, name: str) -> Precision | None:
-        """Return the precision of the ``Trainer``."""
+        """Return the precision of the ``Trainer``; ``None`` for one that no trial has."""
         return OF_LIGHTNING.get(str(self._trainer.precision))
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int]:
@@ -174,7 +174,7 @@ def _quiet(observer: Observer) -> dict[str, Any]:
 
 
 def kept(package: str, callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks to keep in a trial: the user's own, and Lightning's that only compute."""
+    """Return the callbacks to keep: all but those of Lightning in ``_LEFT_OUT`` and its ``SaveConfigCallback``."""
     known = importlib.import_module(f"{package}.callbacks")
     left_out = tuple(getattr(known, name) for name in _LEFT_OUT if hasattr(known, name))
     # LightningCLI adds one that writes the configuration into the logger's folder.
@@ -192,7 +192,7 @@ class FabricOverlay(Overlay):
         "workers": ("--num_workers", "--dataloader_num_workers", "--workers"),
     }
     _precision = "32-true"
-    """Of the one that was made last."""
+    """The precision of the ``Fabric`` that was made last."""
 
     def install(self) -> None:
         """Wrap ``Fabric`` once it is imported, from either package."""
@@ -200,7 +200,7 @@ class FabricOverlay(Overlay):
             on_import(f"{package}.fabric", self._wrap)
 
     def _wrap(self, module: ModuleType) -> None:
-        """Wrap the class ``Fabric`` of a module, so that each instance gets the candidate's precision and batch."""
+        """Wrap the class ``Fabric`` of a module, so that each instance gets the candidate's precision."""
         kind: Any = module.Fabric
         changes, observer = self._changes, self._observer
         wanted = {} if changes.precision is None else {"precision": LIGHTNING[changes.precision]}
@@ -224,5 +224,5 @@ class FabricOverlay(Overlay):
             before(kind, name, self._take_model)
 
     def precision(self, name: str) -> Precision | None:
-        """Return the precision of the latest ``Fabric``."""
+        """Return the precision of the latest ``Fabric``; ``None`` for one that no trial has."""
         return OF_LIGHTNING.get(self._precision)
