@@ -30,7 +30,7 @@ from autotune.worker.user.inspection import Code, Finish, problem_of
 from autotune.worker.user.placeholder_steps import ScriptRun, ScriptWatch, set_variables
 from autotune.worker.user.protection import keep_run
 
-# Where a total of tokens is asked for, and it is not known yet how many a sample has. Most lengths divide it.
+# Tokens of a sample that are assumed for a total in tokens until they are known. Most lengths divide the number.
 _ANY_SAMPLE_TOKENS = 2**16
 # The script's own defaults may be far larger than what is searched. They are waited for so many times as long as a run
 # with a small batch took, and no less than this: where they take longer, a trial of them is a large part of a search. A
@@ -39,7 +39,7 @@ _PATIENCE = 4.0
 _LEAST_PATIENCE_SECONDS = 15.0
 
 
-# What the script is told, and what where it rejects that. Choices.
+# The two batches that the script is told, and larger ones where it rejects these. Choices.
 _BATCHES = (4, 2)
 _LARGER_BATCHES = (16, 8)
 # Placeholders that decide how many samples a step has.
@@ -90,7 +90,7 @@ class _ScriptInspector:
         except _RejectedError as error:
             if "batch" not in self._template.names:
                 raise
-            # It may take multiples alone.
+            # The script may accept only batches that are multiples of some number, such as 8.
             first, _ = self._two_value_sets(_LARGER_BATCHES, None)
             try:
                 _trained(self._filled_run(first))
@@ -110,14 +110,17 @@ class _ScriptInspector:
         one = _trained(self._filled_run(first))
         seconds = time.monotonic() - began
         two = _trained(self._filled_run(second))
-        # Before its own defaults are waited for, which may be large.
+        # Checked before the run with the defaults, which may be large and take long.
         site = self._check((first, one), (second, two))
         if has_batch:
             own = self._run_with_defaults(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
         return self._facts(own, site, (first, one), (second, two))
 
     def _two_value_sets(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Values, Values]:
-        """Return two sets of values that differ in every value, with the same samples in a step."""
+        """Return two sets of values with the same samples in a step.
+
+        They differ in every value, save the batch without a ``{batch}`` and the precision where there is just one.
+        """
         precisions = self._template.precisions or ("fp32", "bf16")
         if own is not None and "batch" not in self._template.names:
             rows = _likely_batch(own)
@@ -143,7 +146,10 @@ class _ScriptInspector:
         )
 
     def _run_with_defaults(self, patience_seconds: float) -> ScriptRun | None:
-        """Return the run with the script's own defaults; ``None`` where it does not train with them soon."""
+        """Return the run with the script's own defaults.
+
+        ``None`` where these are unknown, or the script does not reach its second step with them in time.
+        """
         words = self._template.own_words()
         if words is None:
             return None
@@ -156,7 +162,7 @@ class _ScriptInspector:
         values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
-        # The copies of configuration files are gone when this is read.
+        # Messages name the original words: the copies of configuration files are gone when a message is read.
         said = fill_words(self._template.words, values)
         return lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call)
 
@@ -252,7 +258,7 @@ class _ScriptInspector:
             # Of several optimizers in turn, each has its own backward passes.
             accumulation = min((count for _, count in one.cycle if count), default=1 + once) - once
             if site is not None and site.calls:
-                # Some of them may be of parts of a loss.
+                # Some of the backward passes may be of parts of a loss.
                 accumulation = math.gcd(accumulation, _count_calls(one, site))
             total = values.batch * accumulation
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
@@ -371,7 +377,7 @@ def _site_of_sums(first: tuple[int, Calls], second: tuple[int, Calls], passes: t
 
 
 def _rows_of_pass(calls: Calls, passes: int) -> dict[tuple[str, str], float]:
-    """Return the first dimensions of model inputs, summed over the calls of a backward pass."""
+    """Return the first dimensions of model inputs, summed over all calls and divided by the backward passes."""
     rows: Counter[tuple[str, str]] = Counter()
     for model, shapes in calls:
         rows.update({(model, path): shape[0] for path, shape in shapes.items() if shape})
@@ -389,17 +395,19 @@ def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:
 
 
 def _first_dimension(seen: ScriptRun) -> Site | None:
+    """Return the first dimension of the first model input; ``None`` without inputs."""
     place = next((place for place in _sizes(seen.calls) if place[2] == 0), None)
     return Site(*place) if place is not None else None
 
 
 def _likely_batch(seen: ScriptRun) -> int:
-    """Return the first dimension of the first input, which usually is the batch."""
+    """Return the usual size of the first input's first dimension, which mostly is the batch; 1 without inputs."""
     site = _first_dimension(seen)
     return _sizes(seen.calls)[site.model, site.path, 0] if site is not None else 1
 
 
 def _count_calls(seen: ScriptRun, site: Site) -> int:
+    """Return the number of calls in which a site's model was given the site's tensor."""
     return sum(model == site.model and site.path in shapes for model, shapes in seen.calls)
 
 

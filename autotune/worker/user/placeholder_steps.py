@@ -30,9 +30,10 @@ from autotune.worker.user.inspection import check_gradients, facts_of, length
 from autotune.worker.user.loop_steps import StepMarks
 from autotune.worker.wrapping import after
 
-# So many steps in which the script did not do what it was told, before any in which it did, are no accident.
+# After more deviating steps in a row than this, the trial is refused, if no step was as requested before.
 _MOST_OTHERWISE = 3
-# The same in the midst of a training, or with so many times the backward passes of a step before the next. A choice.
+# The same limit once a step was as requested; also the limit on backward passes before a step, as a multiple of those
+# of a step. A choice.
 _MOST_LATER = 40
 
 
@@ -63,22 +64,22 @@ class PlaceholderSteps(StepMarks):
         batch = candidate.per_device_train_batch_size
         self._wanted_rows = site.factor * site.calls * batch * accumulation if site is not None else 0
         self._is_told_passes = is_told_passes or not self._wanted_rows
-        """Whether a step is to have just as many; else what it makes of its samples is its own."""
+        """Whether a step must have exactly the requested backward passes; else its samples alone are compared."""
         self._may_skip = candidate.arm.precision == "fp16"
         self._optimizers: list[Any] = []
         self._has_begun = False
         self._whole_steps = self._passes = self._rows = 0
         self.otherwise = 0
-        """How many steps in a row were not as it was told."""
+        """Number of steps in a row that differed from the requested ones."""
         self.told_otherwise = ""
-        """What it did in the last of them."""
+        """How the last of these steps differed, in words."""
         self._loading = LoaderWait()
         self._models = ModelNames()
         # Now, since within the call of a model its checks would be turned on for the modules in it.
         timer.begin()
 
     def call_begins(self, *, trains: bool) -> None:
-        """Begin with the first call that computes gradients."""
+        """Start the clock at the first call that computes gradients."""
         if trains:
             self._begin()
 
@@ -97,13 +98,13 @@ class PlaceholderSteps(StepMarks):
             self._timer.step_begins()
 
     def backward_begins(self, tensors: Any) -> None:
-        """Record the loss. An optimizer step before this was not the end of the step."""
+        """Record the loss, and discard the marks of optimizer steps before this backward pass."""
         self._begin()
         self._marks = None
         super().backward_begins(tensors)
 
     def backward_ends(self) -> None:
-        """Mark the end of a micro-step, unless it is the last."""
+        """Count the pass. Mark the end of a micro-step but the last; refuse too many passes without a step."""
         self._passes += 1
         passes = self._passes - self._how.passes_once
         if passes > 0 and passes % self._how.passes == 0 and self._passes < self._wanted_passes:
@@ -198,7 +199,7 @@ def unwrapped(module: Any) -> Any:
 
 
 class LoaderWait:
-    """How long batches of data loaders are waited for from now on, and with how many processes they are loaded."""
+    """Records how long the process waits for batches of data loaders, and the loader of the last batch."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -226,7 +227,7 @@ class LoaderWait:
 
 # The runs before a search
 
-# Of a model that is called for each sample. A choice.
+# Most calls recorded between two steps: a model may be called for each sample. A choice.
 _MOST_CALLS = 4096
 # Optimizers that a script makes and never steps are waited for until others have stepped so often: WGAN's critic
 # steps five times before its generator does.
@@ -253,14 +254,14 @@ class ScriptRun:
     loader_workers: int = 0
     loader_prefetch: int | None = None
     loader_batch: int | None = None
-    """Of the loader that was at work last; ``None`` where it does not say."""
+    """Batch size of the loader used last; ``None`` where it has none."""
     loader_samples: int | None = None
-    """Those of an epoch of it."""
+    """Samples in an epoch of that loader; ``None`` where this is unknown."""
     compiles: bool = False
     """Whether it calls ``torch.compile``, which does nothing in these runs."""
     problem: Problem | None = None
     is_rejected: bool = False
-    """Whether that is an error by which scripts reject a value."""
+    """Whether the problem is an error by which scripts reject a value: ``AssertionError`` or ``ValueError``."""
 
     @property
     def passes(self) -> int:
@@ -281,7 +282,7 @@ class ScriptRun:
         return "tf32" if self.computes_in_tf32 else "fp32"
 
     def computes_in(self, precision: Precision) -> bool:
-        """Return whether the run computed in this precision."""
+        """Return whether the run computed in this precision. For fp32 and tf32, either one will do."""
         wanted = HALF.get(precision)
         if wanted is not None:
             return self._casts_to(wanted) or self.weights_dtype == wanted
@@ -299,7 +300,7 @@ class ScriptRun:
 
 
 class ScriptWatch(Listener):
-    """What a run of a script shows; ends the process with its second whole step."""
+    """Records what a run of a script does, and ends the process with its second whole step."""
 
     def __init__(
         self,
@@ -328,7 +329,7 @@ class ScriptWatch(Listener):
         self._watch.install()
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Record the inputs of a call."""
+        """Record the inputs of a call that computes gradients; end the run there if asked to."""
         if not trains:
             return
         name = self._models.name(called)
@@ -374,7 +375,7 @@ class ScriptWatch(Listener):
         self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Record the step, and end the run after two steps of every optimizer."""
+        """Record the step. End the run once every optimizer that steps has done so twice, or with an error."""
         if not any(each is optimizer for each in self._optimizers):
             self._optimizers.append(optimizer)
         self._is_stepping = False
@@ -427,13 +428,13 @@ class _UpdateInterval:
     """The one that stepped at the end."""
     passes: int = 0
     passes_within: int = 0
-    """Those of them that the optimizer's own step made."""
+    """The backward passes made within the optimizer's step, as by its closure."""
     calls: list[tuple[str, ShapesByPlace]] = field(default_factory=list)
     model: Any = None
-    """The first outermost one that was called to compute gradients."""
+    """The first outermost model that was called to compute gradients."""
 
     def problem(self, optimizer: Any, name: str) -> UserCodeError | None:
-        """Return the error where the interval's number of samples is unknown; ``None`` otherwise."""
+        """Return the error of a step with several passes within it, or of gradients without a pass; else ``None``."""
         if self.passes_within > 1:
             return UserCodeError(
                 f"{type(optimizer).__name__} of {name} makes {self.passes_within} backward passes in each of its "

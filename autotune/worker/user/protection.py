@@ -31,7 +31,7 @@ from autotune.worker.user import sandbox
 if TYPE_CHECKING:
     from autotune.worker.rendezvous import Ranks
 
-# Of the memory that is free. A choice.
+# Share of the available memory that layers in memory may take. A choice.
 _SHARE_OF_MEMORY = 0.5
 _SHARED_MEMORY = "/dev/shm"
 
@@ -85,7 +85,10 @@ class Protected:
         return [*self._outside, _SHARED_MEMORY]
 
     def begin(self) -> None:
-        """Protect the files for a run of the user's code, in this process and its children; once in a process."""
+        """Cover the files for a run of the user's code, in this process and its children.
+
+        Does nothing if called again in the same process, or with Landlock.
+        """
         if self._is_covered or self.kind not in ("overlay", "read-only"):
             return
         self._is_covered = True
@@ -110,7 +113,7 @@ class Protected:
                 sandbox.drop_capabilities()
 
     def covers(self, path: str) -> bool:
-        """Return whether this process's writes to a path are discarded."""
+        """Return whether writes to a path go to the layers of this process, not to the user's files."""
         return self._cover is not None and self._cover.covers(path)
 
     def why_refused(self, error: OSError) -> str | None:
@@ -130,13 +133,13 @@ class Protected:
         return _READ_ONLY if not is_outside and os.access(existing, os.W_OK) else None
 
     def keep(self) -> None:
-        """Keep the files that this run has written, for later jobs with the same layer."""
+        """Keep the files that this run has written, for later jobs with the same layer. Layers in memory are lost."""
         if self._cover is not None and not self._cover.in_memory:
             Path(self._scratch.kept_file).write_text(self._cover.run, encoding="utf-8")
 
 
 _current: Protected | None = None
-"""Of this process: it cannot leave its name spaces."""
+"""The protection of this process, which cannot leave its name spaces; ``None`` without one."""
 
 
 def protect(protection: Protection, scratch: Scratch, cwd: str, ranks: Ranks, *, shares: bool) -> None:
@@ -169,7 +172,7 @@ def keep_run() -> None:
 
 
 class Room:
-    """Half of what is free on the disk of a job's folder, which is all that the job may write there."""
+    """The limit on what a job may write to its folder: half of what was free on the disk when this was made."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
@@ -197,7 +200,7 @@ class Room:
 
 
 def take_kept(scratch: Scratch, layer: str) -> None:
-    """Move the files that a finished job has kept to a layer's folder."""
+    """Move the files that a finished job has kept to a layer's folder; do nothing where the job kept none."""
     try:
         run = Path(scratch.kept_file).read_text(encoding="utf-8")
         names = os.listdir(run)
@@ -262,7 +265,7 @@ _READ_ONLY = "your files are read-only for trials here"
 
 
 def main() -> None:
-    """Print the best protection of this machine, after trying them from the weakest on."""
+    """Try the protections of this machine and print each as a line of JSON; the last line is the best one."""
     lacks = "this kernel has no Landlock (Linux 5.13 or newer has it, unless it is switched off)"
     least = FoundProtection("landlock") if sandbox.landlock_version() else FoundProtection("none", lacks)
     print(json.dumps(encode(least)), flush=True)
@@ -282,7 +285,7 @@ def main() -> None:
 
 
 def _try_namespace(scratch: Scratch, least: FoundProtection) -> FoundProtection:
-    """Try to cover the files in this process, and return the protection found."""
+    """Try to cover the files in this process; return the protection found, or ``least`` where that fails."""
     cwd = os.getcwd()
     try:
         protected = Protected(Protection("overlay"), scratch, cwd)

@@ -1,8 +1,8 @@
 """Train for real with the winner of a study, in the user's own code, which is changed in nothing else.
 
-The code is run as ``python`` would run it. Libraries are changed when it imports them, so that what it does before that
-has its effect. Where the training begins otherwise than it is set, it ends before its second step, with the reason. Run
-with ``python -m`` by ``autotune run``, and by ``torchrun`` for each rank.
+The code is run as ``python`` would run it. Libraries are wrapped when the code imports them, so that what the code does
+before an import has its effect. A training that begins with other settings ends before its second step, with the
+reason. Run with ``python -m`` by ``autotune run``, and by ``torchrun`` for each rank.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Run:
         on_import("torch", lambda _: self.watch_loop())
 
     def watch_loop(self) -> None:
-        """Watch the training loop until its end."""
+        """Watch the training loop until its end, if a speed was promised."""
         from autotune.worker.user.run_watch import LoopWatch, RunWatch
 
         if self.training.promise is not None:
@@ -97,7 +97,7 @@ class Run:
         leave(TrainingSourceError.exit_code)
 
     def end(self) -> None:
-        """Report how the run went; end with an error where no training was seen."""
+        """Report how the run went; end with an error where no step could be verified."""
         if self._watch is not None:
             self._watch.end()
         if not self.is_verified:
@@ -107,12 +107,13 @@ class Run:
             )
 
     def watch_first_step(self, accumulation: int | None) -> Any:
-        """Return a watch of the first step, once torch is imported."""
+        """Return a watch of the first step. Needs an imported torch."""
         from autotune.worker.trial.step_checks import FirstStepWatch
 
         return FirstStepWatch(self.training, self.stop, accumulation, self._look)
 
     def _look(self) -> None:
+        """Mark the training as verified by its first step."""
         self.is_verified = True
 
 
@@ -125,14 +126,14 @@ class TrainerRun(Run):
     def install(self) -> None:
         """Wrap the classes of ``Trainer`` once they are imported."""
         training = self.training
-        # A function is handed what it is to pass on.
+        # A function that builds the Trainer gets the fields as its argument.
         tuned = {} if training.source.kind == "build" else training.arguments
         self._fields = TrainerFields(tuned=tuned, say=_print_once)
         on_import("transformers.training_args", lambda module: self._fields.watch_arguments(module.TrainingArguments))
 
         def wrap(module: ModuleType) -> None:
             before(module.Trainer, "train", lambda trainer, *_, **__: self.begin(trainer))
-            # Before that: it puts the winner's fields over those of the Trainer.
+            # Wrapped around ``begin``, so it runs earlier: it sets the winner's fields in the arguments of the Trainer.
             self._fields.watch_trainer(module.Trainer)
             if training.recovery is not None:
                 around(module.Trainer, "train", self._train_recovering)
@@ -140,7 +141,10 @@ class TrainerRun(Run):
         on_import("transformers.trainer", wrap)
 
     def _train_recovering(self, train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train from the last checkpoint of this run, if there is one; end the process when out of memory."""
+        """Train from the last checkpoint of this run, if there is one.
+
+        When out of memory, note so in the recovery file and end the process.
+        """
         from autotune.worker.failures import is_out_of_memory
 
         recovery = self.training.recovery
@@ -167,7 +171,7 @@ class TrainerRun(Run):
             leave(1)
 
     def begin(self, trainer: Any) -> None:
-        """Apply the winner's levers to a ``Trainer`` at its first training, and check it."""
+        """Apply the winner's levers to a ``Trainer`` at its first training, and have it checked as it begins."""
         if hasattr(trainer, "_autotune_begun"):
             return
         trainer._autotune_begun = True
@@ -181,7 +185,7 @@ class TrainerRun(Run):
         from autotune.training.batches import SettingUnavailableError
 
         try:
-            # Without any, the loss is divided by the accumulation.
+            # Also without settings: then the loss is still divided by the accumulation.
             apply(trainer, **applied_settings(candidate.arm))
         except SettingUnavailableError as error:
             self.stop(f"{self.name} cannot train as it was set: {error}", "")
@@ -189,7 +193,7 @@ class TrainerRun(Run):
         run = self
 
         class Looks(TrainerCallback):  # type: ignore[misc]
-            """Looks at a ``Trainer`` that is about to take its first step."""
+            """Checks a ``Trainer`` that is about to take its first step."""
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 run.check(trainer, kwargs.get("train_dataloader"))
@@ -219,7 +223,7 @@ class TrainerRun(Run):
                 trainer.training_step.on_replay = first.checks.watch.take_replay
 
     def _otherwise_made(self, model: Any) -> str | None:
-        """Return how a model differs from the measured one; ``None`` without a difference."""
+        """Return how a model's dtype or adapters differ from the measured ones; ``None`` without a difference."""
         from autotune.worker.user.inspection import weight_dtype
 
         wanted, dtype, has_adapters = self.training, weight_dtype(model), hasattr(model, "peft_config")
@@ -261,7 +265,7 @@ class LoopRun(Run):
                 overlay = LoaderOverlay(key if is_changed else None, batch, *loading, others=others, say=_print_once)
                 overlay.install()
                 self._loader = overlay if is_changed else None
-            # First: the other takes its hook away within the hooks of a step, which only the last of them can.
+            # Installed first: the watch below removes its hook during a step, which only the last hook can.
             self.watch_loop()
             known = source.kind != "loop" or "accumulation" in takes
             self.watch_first_step(candidate.gradient_accumulation_steps if known else None)
@@ -307,7 +311,10 @@ class LoopRun(Run):
 
 
 def planned_updates(schedule: Any) -> int | None:
-    """Return the number of updates after which a learning rate schedule ends; ``None`` without one."""
+    """Return the number of updates after which a learning rate schedule ends, as far as its attributes show.
+
+    This is the largest integer above 1 among the attributes and in its functions; ``None`` without one.
+    """
     held = list(vars(schedule).values())
     for function in vars(schedule).get("lr_lambdas", ()):
         inner = getattr(function, "func", function)

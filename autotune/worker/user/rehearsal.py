@@ -1,8 +1,8 @@
 """Run once, with a ``Trainer``, what a long run does beyond its first steps, and end the process.
 
 After a few steps, under the cap of a trial: the batch of the longest samples, the evaluation on parts of its samples, a
-checkpoint. Meanwhile the memory of all processes is read that the training has started. Ranks do all of it together:
-each decides by what all have measured, so that none waits for one that does something else.
+checkpoint. Meanwhile the memory of this process and of those that it has started is read. All ranks run the same parts:
+each decides by the values of all ranks, so that none waits for a rank that does something else.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from autotune.worker.user.samples import read_lengths
 from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 
-# Steps before all else, of which growth is told: at least two, after which the optimizer has its state. A choice.
+# Fewest and most steps before the parts; memory growth is computed over them. The optimizer has its state after two.
+# Choices.
 _FEWEST_STEPS, _MOST_STEPS = 2, 24
 # Batches of the two parts of an evaluation; the larger as far as there is time. Choices.
 _SMALL_PART, LARGE_PART = 2, 64
@@ -79,9 +80,9 @@ class Parts:
         self._answer(replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found))
 
     def longest_of(self, data: Any, rows: int) -> tuple[list[int], LongestBatch | None]:
-        """Return the samples of the longest batch, as far as they can be read in time, and its description.
+        """Return the indices of the longest samples whose lengths could be read in time, and the batch of them.
 
-        ``None`` where no batch is longer than others, or this is unknown.
+        No indices and ``None`` where no batch is longer than others, or the lengths are unknown.
         """
         of = length(data)
         read = read_lengths(data, all_over(of), self._work.seconds / 3) if of is not None else {}
@@ -94,7 +95,7 @@ class Parts:
         return chosen, LongestBatch(len(chosen), max(read.values()), None, fits=False, read=len(read), of=of)
 
     def _trim(self) -> None:
-        """Return freed memory of the host to the system, so that resident memory shows new allocations."""
+        """On the CPU, return freed memory to the system, so that resident memory shows new allocations."""
         if self._is_on_cpu:
             with contextlib.suppress(OSError, AttributeError):
                 ctypes.CDLL(None).malloc_trim(0)
@@ -132,7 +133,7 @@ class NamedRehearsal(Trial):
         self._answer(Rehearsal(problem=why))
 
     def _prepare(self, trainer: Any) -> None:
-        """Run the parts after two steps, with some of the training's samples for evaluation."""
+        """Add the callback that runs the parts after two steps. The evaluation gets some of the training's samples."""
         self._checks.watch.remove()
         trainer.remove_callback(TrainerSteps)
         samples = _SMALL_PART * self._candidate.per_device_train_batch_size * self._candidate.arm.data_parallel
@@ -159,7 +160,7 @@ class TrainerRehearsal(TrainerTrial):
         super().run_code(output_dir)
 
     def _prepare(self, trainer: Any) -> None:
-        """Run the parts after a few steps."""
+        """Apply the candidate's levers, and add the callback that runs the parts after some steps."""
         if generates(trainer.args):
             raise UserCodeError("what it trains on is generated anew in each run")
         self._apply(trainer)
@@ -182,12 +183,12 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._trainer, self._tree, self._ranks = trainer, tree, ranks
         self._held: list[int | None] = []
         self._left_bytes: int | None = None
-        """Of the first part of an evaluation."""
+        """Device memory that stays allocated after the first part of an evaluation."""
         self._saving_began: float | None = None
         self._loader: Any = None
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
-        """End after an error, which belongs to the last part: a checkpoint is written by the Trainer."""
+        """End after an error: that of a checkpoint once saving has begun, else one of the training."""
         if self._saving_began is None:
             self.finish(problem=why)
         if is_out_of_memory:
@@ -264,7 +265,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return None
 
     def _host(self) -> HostUse | None:
-        """Return the host's memory of all processes."""
+        """Return the host memory of all processes; ``None`` if a rank started no other process, or without a limit."""
         if self._tree.processes == 1:
             return None
         trainer, batches, ranks = self._trainer, length(self._loader), self._ranks.count
@@ -281,7 +282,10 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     # The batch of the longest samples
 
     def _longest(self) -> LongestBatch | None:
-        """Return the peak memory of the longest batch."""
+        """Train on the batch of the longest samples, and return the batch with its peak memory.
+
+        The peak is ``None`` when out of memory. ``None`` where no batch is longer than others, or this is unknown.
+        """
         loader, trainer = self._loader, self._trainer
         dataset: Any = getattr(loader, "dataset", None)
         if length(dataset) is None or getattr(loader, "collate_fn", None) is None:
@@ -293,7 +297,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._reset()
         peak: int | None = None
         try:
-            # Twice, where gradients are there already in the second micro-step of a step.
+            # With accumulation, twice: gradients are already allocated in the second micro-step.
             for _ in range(min(2, self._work.candidate.gradient_accumulation_steps)):
                 made = loader.collate_fn([dataset[index] for index in by_length])
                 (inputs,), items = trainer.get_batch_samples(iter([made]), 1, trainer.args.device)
@@ -309,7 +313,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     # The evaluation
 
     def _evaluation(self) -> Evaluation | None:
-        """Return the memory of an evaluation, with smaller settings if it does not fit."""
+        """Return the memory of an evaluation, with smaller settings if it does not fit; ``None`` without samples."""
         sets = self._trainer.eval_dataset
         if sets is None:
             return None
@@ -419,7 +423,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return Part(batches, max(peaks), sum(hosts), max(seconds))
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the memory of processes that load evaluation data."""
+        """Record the memory of this process and of those that load evaluation data."""
         self._tree.read()
 
     # A checkpoint
@@ -433,6 +437,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self.finish(saving=self._saving(max(peaks), sum(hosts), max(seconds)))
 
     def _saved_bytes(self) -> int:
+        """Return the estimated size of a checkpoint in bytes."""
         parameters = list(self._trainer.model.parameters())
         if self._trainer.is_deepspeed_enabled:
             # Of ZeRO-3, a rank has nothing of most of them.
@@ -495,7 +500,10 @@ class _ProcessMemory:
         self.most_bytes = 0
 
     def read(self, *, always: bool = False) -> int:
-        """Return the current memory of all processes, beyond that at the start; 0 where it was read a moment ago."""
+        """Return the current memory of all processes in bytes, beyond that at the start.
+
+        0 where it was read less than 0.2 s ago, and without other processes after the first reading.
+        """
         if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
@@ -516,7 +524,10 @@ class _ProcessMemory:
 
 
 def _own_bytes(pid: int | None) -> int:
-    """Return a process's proportional memory (PSS), see proc_pid_smaps_rollup(5)."""
+    """Return a process's anonymous and shared memory in bytes, without file pages; 0 where it cannot be read.
+
+    Shared pages count proportionally (PSS), see proc_pid_smaps_rollup(5).
+    """
     try:
         with open(f"/proc/{pid or 'self'}/smaps_rollup", encoding="ascii") as file:
             sizes = dict(line.split(":", 1) for line in file if ":" in line and line.startswith("Pss_"))
@@ -529,7 +540,7 @@ def _own_bytes(pid: int | None) -> int:
 
 
 def all_over(samples: int) -> Iterator[int]:
-    """Yield the indices of some samples spread over the data, then of the others from the last one on."""
+    """Yield the indices of some samples spread over the data, then all others from the last to the first."""
     stride = max(1, samples // 64)
     yield from range(0, samples, stride)
     yield from (index for index in range(samples - 1, -1, -1) if index % stride)

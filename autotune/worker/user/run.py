@@ -45,7 +45,7 @@ Answer = Callable[[LookAnswer], NoReturn]
 
 # A Trainer
 
-# What is set beside batch and accumulation where the user's own settings stay: what rounds, and what compiles.
+# Fields set beside batch and accumulation where the user's own settings stay: no 16-bit precision, no compiler.
 _IN_FLOAT32: Document = {
     "bf16": False,
     "fp16": False,
@@ -56,7 +56,7 @@ _IN_FLOAT32: Document = {
 
 
 class TrainerLook(TrainerTrial):
-    """A trial that ends with what its first step is given to do, and measures nothing."""
+    """A trial that ends with its first step, reports that step, and measures nothing."""
 
     def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
         super().__init__(*args)
@@ -64,7 +64,7 @@ class TrainerLook(TrainerTrial):
 
     @property
     def _wanted(self) -> Document:
-        """The fields of ``TrainingArguments`` to set."""
+        """The fields of ``TrainingArguments`` to set; for the user's own settings: batch, accumulation, float32."""
         if not self._is_unmodified:
             return super()._wanted
         candidate = self._candidate
@@ -75,14 +75,14 @@ class TrainerLook(TrainerTrial):
         }
 
     def _check(self, trainer: Any) -> None:
-        """Raise ``UserCodeError`` for a training whose first step is not determined by its samples."""
+        """Raise an error where the training generates its samples, or sees more than one GPU."""
         if generates(trainer.args):
             raise UserCodeError("what it trains on is generated anew in each run")
         if trainer.args.n_gpu > 1:
             raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible; exactly one was expected")
 
     def _prepare(self, trainer: Any) -> None:
-        """Make the training end with its first step."""
+        """Set up a ``Trainer`` to end the process with its first step. Does not train yet."""
         in_full_float32()
 
         def finish(step: FirstStep) -> NoReturn:
@@ -112,12 +112,13 @@ class LoopLook(OwnTrial):
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
     def _make_checks(self) -> StepChecks:
+        """Watch for the first update, in full float32; return the checks of a trial."""
         in_full_float32()
         _FirstStep(self._candidate.samples_per_step, self._take).install()
         return super()._make_checks()
 
     def _take(self, step: FirstStep) -> NoReturn:
-        """Report the first step, or the problem that its backward passes do not match."""
+        """Report the first step, with the roundoff of all dtypes seen, or the problem of unexpected backward passes."""
         # A script with placeholders may make several backward passes of each micro-step.
         how = self._source.interface.steps
         asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps
@@ -130,7 +131,7 @@ class LoopLook(OwnTrial):
 
 
 class _FirstStep:
-    """Sees a training up to its first update."""
+    """Records losses and inputs of a training up to its first update, and ends the process there."""
 
     def __init__(self, samples: int, finish: Callable[[FirstStep], NoReturn]) -> None:
         self._samples, self._finish = samples, finish
@@ -148,7 +149,7 @@ class _FirstStep:
     def _begin_call(self, called: torch.nn.Module, _: Any) -> None:
         """Turn off dropout in a model at its first call."""
         if self._depth == 0 and id(called) not in self._models and next(called.parameters(), None) is not None:
-            # Kept, so that no other gets its id.
+            # The reference keeps other objects from getting the same id.
             self._models[id(called)] = called
             turn_off_dropout(called)
         self._depth += 1
@@ -169,7 +170,7 @@ class _FirstStep:
         return backward(*args, **kwargs)
 
     def _update(self, *_: Any) -> None:
-        """Report the first step before its update."""
+        """Report the first step before its update. Ignore updates before any backward pass."""
         named = itertools.chain.from_iterable(
             ((f"{at}.{name}", each) for name, each in model.named_parameters())
             for at, model in enumerate(self._models.values())
@@ -199,7 +200,7 @@ def run_own(
 
     def finish_inspection(answer: InspectionAnswer) -> NoReturn:
         if answer.inspection is not None:
-            # So that no rank loses another one while it still waits for it.
+            # No rank ends while another still waits for it.
             ranks.gather(True)
         finish(answer)
 

@@ -1,7 +1,7 @@
 """Watch a real training with a winner: its speed against the promise, its memory, its data, its GPU's clocks.
 
-Nothing waits for the GPU in a step, which is some readings of the host's clock. All else is read when a ``Trainer``
-logs, by which time it has waited for its loss, and every ten seconds of another loop.
+A step costs a few readings of the host's clock, and never waits for the GPU. All else is read when a ``Trainer`` logs,
+which has then waited for its loss, and every ten seconds in other loops.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from autotune.worker.wrapping import around, on_import
 
 # Steps after which a loop's data is known, steps after which a speed is judged, and how long they take. Choices.
 _WARM_STEPS, _FEWEST_STEPS, _FEWEST_SECONDS = 10, 20, 5.0
-# Seconds after which a loop is judged that writes no logs we know of. A choice.
+# Seconds between judgements of a loop that is no ``Trainer``'s, whose logs are unknown. A choice.
 _EVERY_SECONDS = 10.0
-# Steps in a row with other data, after which that is trained with, too. A choice.
+# After so many steps in a row with other data, this data counts as training data, too. A choice.
 _CHANGED = 3
-# Share of the time that is waited for data above which it is told. A choice.
+# A share of time spent waiting for data above this is reported. A choice.
 _LONG_WAIT = 0.2
 
 
 class RunWatch:
-    """Counts the steps of one training, says what is off in them, and how they went."""
+    """Counts the steps of one training, and reports problems and the final speed."""
 
     def __init__(self, promise: Promise, say: Callable[[str], None], clock: Callable[[], float] | None = None) -> None:
         self.promise, self._say, self.clock = promise, say, clock or time.perf_counter
@@ -58,7 +58,7 @@ class RunWatch:
         self.since = self.clock()
 
     def step_ends(self) -> None:
-        """Count a step."""
+        """Count a step and its time, unless it is one of the promise's warm-up steps."""
         now = self.clock()
         self._seen += 1
         if self._seen > self.promise.warm_steps:
@@ -68,7 +68,7 @@ class RunWatch:
         self.since, self.wait = now, 0.0
 
     def catch_up(self) -> None:
-        """Add the time since the last step, during which the device was still busy."""
+        """Add the time since the last step to the counted time: the device was still busy with counted steps."""
         now = self.clock()
         self.seconds += now - self.since if self.steps else 0.0
         self.since = now
@@ -82,7 +82,10 @@ class RunWatch:
         return self.steps * self._samples / max(self.seconds, 1e-9)
 
     def judge(self, step: int) -> None:
-        """Report problems in the steps since the last call."""
+        """Report problems of memory, and of speed, data and clocks in the steps since these were last judged.
+
+        Speed, data and clocks are judged after at least 20 steps and 5 seconds.
+        """
         steps, seconds = self.steps - self._judged_steps, self.seconds - self._judged_seconds
         if self.is_on_cuda:
             self._judge_memory(step)
@@ -128,7 +131,7 @@ class RunWatch:
             self._say(f"step {step:,}: {words}")
 
     def end(self, *, is_first: bool) -> None:
-        """Report how the run went; the first process records it."""
+        """Report how the run went; the first process records it. Do nothing after fewer than 20 counted steps."""
         if self.steps < _FEWEST_STEPS:
             return
         speed, promise = self.speed(), self.promise
@@ -202,8 +205,8 @@ def watch_trainer(trainer: Any, watch: RunWatch) -> Any:
 class LoopWatch:
     """Watches a loop that is no Trainer's: its steps end with an optimizer's, and its data comes from a ``DataLoader``.
 
-    Data of which batches come in most of the first steps is trained with. A batch of other data begins an evaluation,
-    which a batch of this data ends; a checkpoint is left out in the same way.
+    A dataset counts as training data where more than half of the first steps load batches of it. A batch of other data
+    begins an evaluation, which the next training batch ends. The time of checkpoints is excluded in the same way.
     """
 
     def __init__(self, watch: RunWatch, samples: int) -> None:
@@ -212,7 +215,7 @@ class LoopWatch:
         """The first that stepped: its steps are counted."""
         self._met: dict[int, Any] = {}
         self._data: dict[int, Any] = {}
-        """What is trained with, by its id."""
+        """The training data, by the ids of its datasets."""
         self._in_steps: Counter[int] = Counter()
         self._is_away = False
         self._steps = self._away_at = self._strange_steps = 0
@@ -253,7 +256,7 @@ class LoopWatch:
         return save(*args, **kwargs)
 
     def _leave(self) -> None:
-        """Exclude the following time, after the device has ended its last step."""
+        """Exclude the time from now on. Wait for the device first, unless this was done less than 20 steps ago."""
         if self._is_away:
             return
         self._is_away = True
@@ -263,7 +266,7 @@ class LoopWatch:
         self._watch.catch_up()
 
     def updated(self, optimizer: Any, *_: Any) -> None:
-        """Count a step at the end of an optimizer step."""
+        """Count a step of the first optimizer that stepped, and classify the data seen in the step."""
         if torch.compiler.is_compiling():
             return
         watch = self._watch
@@ -281,7 +284,7 @@ class LoopWatch:
             self._data = {key: data for key, data in self._data.items() if 2 * self._in_steps[key] > _WARM_STEPS}
         self._strange_steps = self._strange_steps + 1 if self._met.keys() - self._data.keys() else 0
         if self._strange_steps == _CHANGED:
-            # Such as another object in each epoch.
+            # For example, a script may make a new dataset object in each epoch.
             self._data |= self._met
         self._met = {}
         if self._is_away:

@@ -66,7 +66,7 @@ def lengths_of_trainer(trainer: Any, batches: Sequence[Any]) -> SampleLengths | 
 def lengths_of_loader(loader: Any) -> SampleLengths | None:
     """Return the lengths of the samples of a loop's loader, from a few batches of random samples.
 
-    ``None`` where its data has no length or makes its batches itself.
+    ``None`` where the data has no length, is not text or raises an error, or the loader has no batch size.
     """
     dataset: Any = getattr(loader, "dataset", None)
     batch = batch_of(loader)
@@ -83,7 +83,7 @@ def lengths_of_loader(loader: Any) -> SampleLengths | None:
 
 
 def read_lengths(dataset: Any, indices: Iterable[int], most_seconds: float) -> dict[int, int]:
-    """Return the tokens of samples by index, as many as can be read in time; empty for samples without tokens.
+    """Return the number of tokens by sample index, as far as read in time; empty for samples without tokens.
 
     Padding is left out where there is a mask.
     """
@@ -106,7 +106,7 @@ def read_lengths(dataset: Any, indices: Iterable[int], most_seconds: float) -> d
 
 
 def _each_length(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield indices and tokens of samples, up to one without tokens."""
+    """Yield the index and number of tokens of each sample; stop at the first sample without tokens."""
     for index in indices:
         sample = dataset[index]
         if _IDS not in sample or getattr(sample[_IDS], "ndim", 1) != 1:
@@ -116,7 +116,7 @@ def _each_length(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[int, in
 
 
 def _stored_lengths(dataset: Any, column: str, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield indices and tokens of a ``datasets.Dataset``'s samples from a column of tokens or of masks."""
+    """Yield the index and number of tokens of each sample, from a ``datasets.Dataset``'s column of tokens or masks."""
     import numpy as np
     from pyarrow import compute
 
@@ -131,7 +131,7 @@ def _stored_lengths(dataset: Any, column: str, indices: Iterable[int]) -> Iterat
 
 
 def _real_lengths(batch: Mapping[str, Any]) -> list[int]:
-    """Return the tokens of each sample of a batch, without padding where there is a mask."""
+    """Return the number of tokens of each sample of a batch, without padding where there is a mask."""
     ids, mask = batch[_IDS], batch.get(_MASK)
     if mask is None or mask.shape != ids.shape:
         return [ids.shape[1]] * len(ids)
@@ -151,7 +151,7 @@ def _multiple(batches: Sequence[Mapping[str, Any]]) -> int:
     return 1
 
 
-# Of others, the samples that come one after the other may belong together.
+# Samplers whose samples may be reordered. With others, consecutive samples may belong together.
 _KNOWN = (RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
 _KNOWN_NAMES = ("LengthGroupedSampler", "SeedableRandomSampler")
 
@@ -164,9 +164,9 @@ def can_spread(sampler: Any) -> bool:
 class SpreadSampler:
     """Yields the samples of another sampler, step by step in an order that stands for an epoch at any time.
 
-    The first ``longest_steps`` steps have ``longest_each`` of the ``longest`` samples in each micro-batch, so that the
-    peak of memory is met: one where all are padded to it. Then groups of steps follow, each ``visits`` times, so that
-    all shapes of the last time are known. It goes on where it was left, also in the next epoch.
+    The first ``longest_steps`` steps have ``longest_each`` of the ``longest`` samples in each micro-batch, so that they
+    reach the peak of memory. Then groups of steps follow, each ``visits`` times, so that the last visit meets no new
+    shapes. A new iteration goes on where the last one stopped, also in the next epoch.
     """
 
     def __init__(
@@ -191,6 +191,7 @@ class SpreadSampler:
         yield from itertools.islice(self._sampler, len(self) - whole)
 
     def _spread_indices(self) -> Iterator[int]:
+        """Yield sample indices until the sampler has none; see the class for their order."""
         left = self._longest_steps if self._longest is not None else 0
         while indices := list(itertools.islice(self._sampler, MOST_SAMPLES)):
             size = self._step_samples

@@ -96,7 +96,10 @@ def copy_namespace() -> None:
 
 
 def join_namespace(pid: int) -> bool:
-    """Join the namespaces of another process, which has covered the file systems; return whether users have one."""
+    """Join the namespaces of another process, which has covered the file systems.
+
+    Return whether the other process has another user namespace.
+    """
     is_user_space = False
     for name, kind in (("user", _NEW_USERS), ("mnt", _NEW_MOUNTS)):
         theirs = f"/proc/{pid}/ns/{name}"
@@ -112,7 +115,7 @@ def join_namespace(pid: int) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Drop the capabilities of a user namespace's first process: the user's code must not see itself as root."""
+    """Drop all capabilities of this process: in a user namespace, the user's code must not have those of root."""
 
     class Header(ctypes.Structure):
         _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
@@ -287,7 +290,7 @@ class Cover:
         return True
 
     def _cover_mount(self, mount: _Mounted) -> None:
-        """Move a mount to the new tree, or cover it in place."""
+        """Cover a mount by an overlay, or else bind it read-only or cover its subfolders. Bind one that stays."""
         if mount.path == "/":
             if not self._new_root:
                 self._cover_entries("/")
@@ -305,7 +308,7 @@ class Cover:
             self._cover_entries(mount.path)
 
     def _stays(self, mount: _Mounted) -> bool:
-        """Return whether a mount stays as it is: a kernel's, read-only or excluded one."""
+        """Return whether a mount stays as it is: one of the kernel, one outside, or one already read-only."""
         folders = (*_KERNEL_FOLDERS, *self.outside)
         is_spared = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in folders)
         return is_spared or mount.is_read_only
@@ -328,7 +331,7 @@ class Cover:
 
 
 def _last_of_others(path: str) -> str:
-    """Return the innermost folder of another user on the way to a folder, or the first folder of all.
+    """Return the innermost folder of another owner or group on a path, or its topmost folder below the root.
 
     A file of another owner or group cannot be copied to a layer in a user namespace, nor can a folder on its way.
     """
@@ -361,7 +364,7 @@ def _set_read_only(path: str) -> None:
 
 
 def _sockets() -> Iterator[str]:
-    """Yield the named sockets in the file system on which processes listen."""
+    """Yield the paths of Unix sockets that have a name in the file system."""
     with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             path = line.rstrip("\n").split(maxsplit=7)[-1]
@@ -389,14 +392,17 @@ _REFUSED = _IN_FOLDER | {"os.setxattr", "os.removexattr", "os.truncate"}
 
 
 def landlock_version() -> int:
-    """Return the version of Landlock in this kernel; 0 where it is missing or disabled."""
+    """Return the version of Landlock in this kernel; 0 where it is missing, disabled, or the platform not supported."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64", "ppc64le", "riscv64", "s390x"):
         return 0
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _VERSION_FLAG)))
 
 
 def restrict_writes(folders: Sequence[str]) -> None:
-    """Limit this thread and its children to write to these folders. Raises ``OSError`` where that fails."""
+    """Limit this thread and its children to write to these folders, /proc and devices.
+
+    Raises ``OSError`` where that fails.
+    """
     rights = _RIGHTS_BY_VERSION.get(landlock_version(), _RIGHTS)
     request = struct.pack("=Q", rights)
     ruleset = _libc.syscall(_CREATE_RULESET, request, len(request), 0)
@@ -430,7 +436,10 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def refuse_attributes(folders: Sequence[str]) -> None:
-    """Refuse changes of modes, times, owners and attributes outside these folders, in Python and its forks."""
+    """Refuse truncation by name and changes of modes, times, owners and attributes outside these folders.
+
+    The hook sees calls from Python alone, in this process and its forks.
+    """
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _REFUSED or (event == "os.truncate" and isinstance(arguments[0], int)):

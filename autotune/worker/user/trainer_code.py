@@ -98,17 +98,17 @@ _QUIET: Document = {
 
 @dataclass
 class Overlay(TrainerFields):
-    """The same in a trial or an inspection, with what keeps it quiet: that is set once more for each ``Trainer``."""
+    """The fields of ``TrainerFields``, and fields that silence the Trainer, for a trial or an inspection."""
 
     output_dir: str
     shortened: tuple[int, int] | None = None
-    """Accumulation steps to run fewer of, and how many to run."""
+    """The accumulation that is asked for, and the smaller number of micro-steps to run; ``None`` to run all."""
     on_cpu: bool = False
     refuse: Callable[[UserCodeError], NoReturn] | None = None
-    """Ends an inspection, with what is wrong and what to do: the user's code might catch an error. ``None`` in a trial,
-    whose settings are the candidate's."""
+    """Ends an inspection with a problem, since the user's code might catch an error. ``None`` in a trial: its settings
+    are the candidate's."""
     is_probing: bool = False
-    """Set another batch of the same effective batch than is given, to see whether what is asked for is done."""
+    """Whether to set another batch, if possible of the same effective batch, to see whether the code keeps it."""
     made_from: MadeFrom = "flags"
     """Where the arguments come from."""
     place: str | None = None
@@ -133,7 +133,7 @@ class Overlay(TrainerFields):
             arguments._autotune_own_batch = tuple(now if now != then else said for now, then, said in own)
             self.set_since |= {name for name, now, then in zip(BATCH, found, left, strict=True) if now != then}
         super().put_again(arguments)
-        # In arguments that are made, nobody is reported to by an empty list.
+        # Once the arguments are made, an empty list means no reporting, not "none".
         _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
         self._shorten(arguments)
         arguments._autotune_left = _batch_and_accumulation(arguments)
@@ -145,7 +145,7 @@ class Overlay(TrainerFields):
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in BATCH):
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
-        # TRL makes it of the accumulation where the code says nothing.
+        # TRL derives this field from the accumulation where the code does not set it.
         if (batches := getattr(arguments, "steps_per_generation", None)) is not None:
             self.why_batch_matters = (
                 f"steps_per_generation={batches} counts batches, where generation_batch_size counts completions"
@@ -165,7 +165,7 @@ class Overlay(TrainerFields):
         # A copy of arguments that were overlaid shows none.
         self.own_checkpointing = self.own_checkpointing or any(said)
         if self.is_probing and not self.tuned:
-            # A model that recomputes all the same has that from the code.
+            # A model that recomputes activations in spite of this was told so by the code.
             self.tuned = {**probe(*given), checkpointing: False}
         quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
         _set(arguments, quiet)

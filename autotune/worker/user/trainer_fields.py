@@ -1,7 +1,7 @@
-"""Put fields over the ``TrainingArguments`` of the user's code, and tell what its ``Trainer`` trains with otherwise.
+"""Set fields of the ``TrainingArguments`` of the user's code, and find settings in which its ``Trainer`` differs.
 
-Trials, inspections and ``autotune run`` do both by this module. It imports no library: where code trains for real, what
-it does before its own imports has its effect.
+Trials, inspections and ``autotune run`` use this module. It imports no library, so that in a real training what the
+code does before its own imports has its effect.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autotune.worker.user.code import LAUNCHED_PRECISION
 from autotune.worker.wrapping import before
 
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# What follows from them is made with the arguments, so that they cannot be set once there are some.
+# Other values are derived from these fields as the arguments are made, so they cannot be set afterwards.
 _MADE_ONCE = ("fsdp", "fsdp_config", "deepspeed", "accelerator_config", "tf32", "use_cpu")
 
 
 @dataclass
 class TrainerFields:
-    """What is put over every ``TrainingArguments`` that is made in this process.
+    """The fields that are set in every ``TrainingArguments`` made in this process.
 
     The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set before it runs, so
     that it checks and derives from them as from the user's own. Code that sets them otherwise once the arguments are
@@ -39,7 +39,7 @@ class TrainerFields:
     tuned: Document = field(default_factory=dict, kw_only=True)
     """Fields to set; empty for the user's unmodified settings."""
     say: Callable[[str], None] = field(default=lambda _: None, kw_only=True)
-    """Told what the code had said instead."""
+    """Called with a message for each field that the code had set to another value."""
     set_since: set[str] = field(default_factory=set, kw_only=True)
     """Names of the fields that the code has set once its arguments were made."""
 
@@ -102,7 +102,10 @@ class TrainerFields:
                 self.put_again(given)
 
     def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return the first ``wanted`` field with another value, as ``name is …, asked was …``, or ``None``."""
+        """Return the first ``wanted`` field with another value, as ``name is …, asked was …``, or ``None``.
+
+        ``use_cpu`` is not compared.
+        """
         for name, value in wanted.items():
             found, asked = getattr(arguments, name, None), value
             if name == "fsdp":
@@ -114,7 +117,7 @@ class TrainerFields:
 
 
 def otherwise(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
-    """Return how a ``Trainer`` differs from a candidate before it trains; ``None`` without a difference."""
+    """Return the first difference of a ``Trainer`` from a candidate before training; ``None`` without one."""
     facts = _facts(trainer, candidate, train_dataloader)
     return next((f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in facts if found != asked), None)
 
@@ -128,12 +131,12 @@ def _facts(trainer: Any, candidate: Candidate, loader: Any) -> Iterator[tuple[st
     arm, args, model = candidate.arm, trainer.args, trainer.model
     batch = args.train_batch_size
     found = batch_of(loader)
-    # Of several ranks, a loader that is divided among them may have the batches of all.
+    # A loader that is divided among several ranks may have the batch size of all ranks together.
     if found not in (None, batch * args.world_size) and not generates(args):
         yield "the batch of its training loader", found, batch
     if arm.zero_stage is None:
         yield "the accelerator's mixed_precision", trainer.accelerator.mixed_precision, ACCELERATE[arm.precision]
-    # One that the code compiles itself stays so.
+    # A model that the code compiles itself stays compiled.
     is_own = hasattr(model, "_orig_mod") and not args.torch_compile
     if not arm.regional_compilation and not arm.is_sharded and not is_own:
         yield "torch.compile of its model", hasattr(trainer.model_wrapped, "_orig_mod"), arm.torch_compile

@@ -75,7 +75,7 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
         if inspected.answer.problem is None:
             tracing = _begin_tracing(code)
     if inspected.failed_probing:
-        # Perhaps for want of the batch that was tried: the user's own may do.
+        # The probing batch may have caused the error. Run again with the user's own batch.
         again = describe(is_probing=False)
         inspected = inspected if again.answer.problem is not None else again
     inspection = inspected.answer.inspection
@@ -103,11 +103,11 @@ def _inspect_on_ranks(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     """
 
     def run(*, is_probing: bool) -> _RunResult | None:
-        """Run it for this time; ``None`` where it failed on a rank, perhaps for the other batch that was tried."""
+        """Run the code in a fork; return its result, or ``None`` where the code failed on any rank while probing."""
         process = ForkedRun(
             _RunResult, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True
         )
-        # Until one has failed, which the others may wait for.
+        # A rank stops waiting once another has failed: its own run may wait for that rank forever.
         seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
         if seen is not None and seen.failed_probing:
             ranks.announce(_PROBING_FAILED)
@@ -152,7 +152,7 @@ def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
 
 
 def _memory_of(tracing: ForkedRun[_RunResult], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
-    """Wait for the traced steps of a model, whose inspection took ``seconds``."""
+    """Return the traced steps of a model, whose inspection took ``seconds``; wait for them a limited time."""
     assert work.arms is not None
     if model.interface.engine_share is not None:
         tracing.end()
@@ -270,10 +270,10 @@ class _Inspection:
     def _finish_with_model(self, model: ModelFacts) -> NoReturn:
         """End the inspection with the facts of the model."""
         if self._output_dir == self._code.scratch.output_dir:
-            # Not what is traced beside it.
+            # The run that traces memory keeps no files.
             keep_run()
         found = dataclasses.replace(self._environment, model=model)
-        # What it sets once its arguments are made may be made of the batch that was put there.
+        # Values that the code sets after its arguments are made may be derived from the probing batch.
         makes_anew = self._overlay.is_probing and bool(self._overlay.set_since.intersection(BATCH))
         self._finish(_RunResult(InspectionAnswer(found), failed_probing=makes_anew))
 
@@ -323,7 +323,7 @@ _MOST_BATCHES, _MOST_SECONDS = 8, 5.0
 
 
 def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
-    """Return an interface with the levers that the ``Trainer`` cannot have, and whether its batches vary."""
+    """Return an interface with the obstacles to levers, the sample lengths, and whether batch shapes vary."""
     if generates(trainer.args):
         why = "its Trainer generates the samples that it trains on"
         return dataclasses.replace(interface, obstacles=dict.fromkeys(LOOKED_FOR, why))
@@ -344,6 +344,7 @@ def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
 
 
 def _precision(args: Any) -> Precision:
+    """Return the precision of the arguments, or of ``accelerate launch`` where they set none."""
     launched = os.environ.get(LAUNCHED_PRECISION)
     named: dict[Precision, Any] = {
         "bf16": args.bf16 or (launched == "bf16" and not args.fp16),

@@ -80,14 +80,17 @@ class TrainerStep(Training):
         self.max_grad_norm = float(trainer.args.max_grad_norm or 0.0)
         self.arm = Arm()
         """What is traced; set before ``begin``."""
-        # Kept: a fork has no CUDA to free them with.
+        # The reference keeps the real parameters alive: a fork has no CUDA to free them with.
         self._real = dict(self.model.named_parameters(remove_duplicate=False))
         odd = next((type(p).__name__ for p in self._real.values() if type(p) is not torch.nn.Parameter), None)
         if odd is not None:
             raise NotTraceableError(f"its model has weights of type {odd}")
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
-        """Set the arm's precision and checkpointing; return the optimizer over the fake parameters."""
+        """Set the arm's precision and checkpointing; return the optimizer over the fake parameters.
+
+        It is the one that the ``Trainer`` was given, or the one that it makes for the arm.
+        """
         for module in self.model.modules():
             # Tensors that are neither parameters nor buffers may be on a GPU.
             for name, value in list(vars(module).items()):
@@ -99,7 +102,6 @@ class TrainerStep(Training):
         change = enable_checkpointing if self.arm.gradient_checkpointing else disable_checkpointing
         change(self.model)
         self.model.forward = with_autocast(self.model.forward, self.arm.precision)
-        # The one that the Trainer makes, or was given.
         trainer, arguments = self._trainer, self._trainer.args
         compute_arguments_on_cpu(arguments)
         if trainer.optimizer is not None:
@@ -117,7 +119,7 @@ class TrainerStep(Training):
         return self._trainer.compute_loss(self.model, dict(batch))
 
     def _over_fake_parameters(self, optimizer: Any) -> torch.optim.Optimizer:
-        """Replace the parameters of a new optimizer by the fake ones.
+        """Replace the parameters of an optimizer by the fake ones, clear its state, and return it.
 
         Where it would update all parameters at once by default on a GPU, it does so here: its temporary results are
         then as large as the parameters together (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py).
@@ -140,7 +142,7 @@ class TrainerStep(Training):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What became of tracing the steps of the user's ``Trainer``."""
+    """The traced steps of the user's ``Trainer``, and why any are missing."""
 
     steps: tuple[TracedStep, ...] = ()
     unknown: str | None = None
@@ -189,7 +191,7 @@ def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoR
     """Trace the step in this forked process, and end it with the result."""
     try:
         torch.set_num_threads(1)
-        # What is called around backward passes and optimizer steps judges a real training.
+        # Remove the wrappers of backward passes and optimizer steps: these judge a real training.
         torch.autograd.backward = inspect.unwrap(torch.autograd.backward)
         forget_optimizer_hooks()
         compute_on_cpu()
@@ -228,7 +230,7 @@ def why_not(error: BaseException) -> str:
 # The shapes of a training's largest batches, at any size, from its data and its collator
 
 
-# How much of the data is looked at for its largest sample: about what a trial trains on.
+# Number of samples read to find the largest one: about what a trial trains on.
 _MOST_SAMPLES = 512
 _MOST_STREAMED = 64
 _MOST_LOOKING_SECONDS = 2.0

@@ -40,7 +40,7 @@ _SPARE_STEPS = 20
 
 
 class _WholeSteps(TrainerSteps):
-    """Has steps measured that are whole, and nothing logged, evaluated or saved beside them."""
+    """Measures whole steps only, and prevents logging, evaluation and saving."""
 
     def __init__(self, timer: StepTimer, check: Callable[[Any], None]) -> None:
         super().__init__(timer)
@@ -48,7 +48,7 @@ class _WholeSteps(TrainerSteps):
         """Called with the training loader before the first step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check whether the data is large enough for a whole step."""
+        """Raise ``UserCodeError`` where the data is too small for a whole step; else check the loader and start."""
         loader = kwargs.get("train_dataloader")
         samples, batch = length(getattr(loader, "dataset", None)), args.train_batch_size
         needed = batch * args.gradient_accumulation_steps * args.world_size
@@ -151,7 +151,7 @@ class TrainerTrial(OwnTrial):
             )
 
     def _check_begun(self, trainer: Any, loader: Any) -> None:
-        """Raise ``UserCodeError`` where the ``Trainer`` begins to train differently from the candidate."""
+        """Record whether the data makes the batches. Raise ``UserCodeError`` where the settings differ."""
         self._has_ready_batches = batch_of(loader) is None and not generates(trainer.args)
         if self._is_unmodified:
             return
@@ -163,7 +163,7 @@ class TrainerTrial(OwnTrial):
             )
 
     def _record_batch(self, inputs: Any) -> None:
-        """Record a batch. Refuse one larger than the candidate's, from a loader without a batch size."""
+        """Record a batch. End the trial at one larger than the candidate's, from a loader without a batch size."""
         samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
         asked = self._candidate.per_device_train_batch_size
         if self._has_ready_batches and samples > asked:
@@ -184,7 +184,7 @@ class TrainerTrial(OwnTrial):
                 self._watch_graphs(trainer.training_step)
 
     def _prepare(self, trainer: Any) -> None:
-        """Make a ``Trainer`` measure its steps, and train as many as needed."""
+        """Set up a ``Trainer`` to measure its steps, with an upper limit on their number. Does not train yet."""
         self._apply(trainer)
         # What it would run by itself, with the candidate's batch.
         args, samples = trainer.args, length(getattr(trainer, "train_dataset", None))

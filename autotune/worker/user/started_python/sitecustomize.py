@@ -1,6 +1,6 @@
 """Stop a training in a Python that the user's code starts, at its first backward pass. Every such Python imports this.
 
-Such a process has no trial's limits and nothing measures it, so what it would write is what a training writes.
+Such a process has none of a trial's limits and is not measured: it would train on, and write what a training writes.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ def _run_the_next() -> None:
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
-        # Python looks there for what it has just imported, so that the name must not be missing meanwhile.
+        # Python looks up the module that it has just imported in ``sys.modules``, so the name must be there.
         sys.modules["sitecustomize"] = module
         spec.loader.exec_module(module)
 
