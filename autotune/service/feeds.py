@@ -91,7 +91,7 @@ class _Shared:
             await self._follow()
         except Exception:
             # Who listens connects again, and is told then what is wrong.
-            log.exception("following what happens failed")
+            log.exception("the event feed failed")
         finally:
             self.is_over = True
             self._tell()

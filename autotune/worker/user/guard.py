@@ -63,7 +63,7 @@ class Guard:
             if not self._is_lifted:
                 self._end(
                     f"{self._source.name} starts processes of its own to train in (torch.multiprocessing)",
-                    "have it train in the process that it is: with one device, most scripts do where they are told so",
+                    "make it train in its own process: most scripts do so when they are told to use one device",
                 )
 
         before_steps(torch, self._on_step)
@@ -235,7 +235,7 @@ def _advice_for(words: Sequence[str]) -> str:
         left = next((list(words[at:]) for at, word in enumerate(words) if str(word).endswith(".py")), [])
     left = left[1:] if left and Path(left[0]).name.startswith("python") else left
     if not left or left[0] == "-c":
-        return "give the command that trains in the process that it is: -- python train.py …"
+        return "give a command that trains in its own process: -- python train.py …"
     own_output = os.environ.get(REDIRECTED_VARIABLE)
     for place, word in enumerate(left):
         option, equals, _ = word.partition("=")

@@ -340,8 +340,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
 
         whole, run = measured(asked, steps)
         left = self._left_bytes or 0
+        own = self._is_of_training_data
         if fits(whole):
-            own = self._is_of_training_data
             return Evaluation(asked, samples, run, whole, fits=True, left_bytes=left, of_training_data=own)
         batch, flushed_after, smaller = asked, steps, whole
         while batch > 1 and (smaller is None or smaller.device_bytes - smaller.kept_bytes > line):
@@ -357,7 +357,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         if fits(smaller):
             settings = {"per_device_eval_batch_size": batch} if batch != asked else {}
             settings |= {"eval_accumulation_steps": flushed_after} if flushed_after not in (None, steps) else {}
-        return Evaluation(asked, samples, run, whole, False, settings, smaller if settings else None, left)
+        smaller = smaller if settings else None
+        return Evaluation(asked, samples, run, whole, False, settings, smaller, left, of_training_data=own)
 
     @property
     def _world(self) -> int:
