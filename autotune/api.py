@@ -222,7 +222,7 @@ def search(
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of ``search`` with every option and its default, for ``help`` and notebooks."""
+    """Return the signature of ``search`` with the options and their defaults, without levers (an option has them)."""
     written = inspect.signature(search)
     model, effective_batch, progress, _ = written.parameters.values()
     named = [
