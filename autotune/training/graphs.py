@@ -64,7 +64,7 @@ _Result = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Shape:
-    """One shape of inputs: its number of elements, how often it ran eagerly, its graphs (write gradients, or add)."""
+    """One shape of inputs: its size in elements, its eager runs, its graphs that write gradients or add to them."""
 
     def __init__(self, size: int) -> None:
         self.size = size

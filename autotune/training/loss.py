@@ -47,7 +47,7 @@ _Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def _of_logits(
     logits: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of logits (tokens, vocabulary), and its gradient by them over ``divisor``.
+    """Return the summed cross entropy of logits (tokens, vocabulary), and its gradient divided by ``divisor``.
 
     The gradient has the logits' dtype. It is written to ``into`` if given. Logits in float32 are overwritten.
     """
@@ -70,14 +70,14 @@ def _of_logits(
 def _whole_piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of some tokens, and its gradient by their logits over ``divisor``."""
+    """Return the summed cross entropy of some tokens, and its gradient by the logits, divided by ``divisor``."""
     return _of_logits(functional.linear(hidden, weight, bias), labels, divisor)
 
 
 def _piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of ``_whole_piece``; used without compilation. Gradients overwrite logits of many numbers."""
+    """Return the result of ``_whole_piece``, for use without compilation: large logits become their gradient."""
     logits = functional.linear(hidden, weight, bias)
     if logits.dtype == torch.float32 or logits.numel() < _PARTED_FROM:
         return _of_logits(logits, labels, divisor)
@@ -108,7 +108,7 @@ def _compiled_piece(backend: str) -> _Piece:
 
 
 def pieces_of(tokens: int, words: int) -> int:
-    """Return the number of chunks to compute logits in, so that one has at most ``_LOGITS_AT_ONCE`` of them.
+    """Return how many chunks the tokens are divided in, so that each has at most ``_LOGITS_AT_ONCE`` logits.
 
     A power of two: compiled code is for one size, and most batches can be halved into equal pieces.
     """
