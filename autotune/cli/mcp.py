@@ -18,7 +18,7 @@ _INSTRUCTIONS = (
     "what fits and how fast it is without a GPU; search measures, which takes minutes; show, export and verify work on "
     "a study that search made. options are those of the command line: autotune COMMAND --help-all lists them."
 )
-# Time for a command to end after SIGTERM, which records what a search measured. Then it is killed. A choice.
+# Time for a command to end after SIGTERM, in which a search records what it measured, before it is killed. A choice.
 _ENDING_SECONDS = 20.0
 
 

@@ -271,10 +271,7 @@ def _order_note(arm: Arm) -> list[str]:
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
-    """Return ``OMP_NUM_THREADS`` of each rank as measured; ``None`` for one process without an optimizer on the CPU.
-
-    For an optimizer on the CPU, ranks share the cores.
-    """
+    """Return ``OMP_NUM_THREADS`` of a rank: with an optimizer on the CPU its share of the cores, else as measured."""
     cores = (environment.get("host") or {}).get("usable_cores")
     if arm.offloads_optimizer and cores:
         return str(offloading_threads(int(cores), max(arm.ranks, world_size)))

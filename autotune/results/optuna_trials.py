@@ -36,10 +36,7 @@ BATCH = "per_device_train_batch_size"
 
 
 def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
-    """Return Optuna's state and value of an outcome: PRUNED for out of memory, FAIL for a fault, both without value.
-
-    Out of memory in a disturbed trial is FAIL.
-    """
+    """Return Optuna's state and value. Without value: PRUNED (out of memory), FAIL (fault, disturbed out of memory)."""
     if isinstance(outcome, Completed):
         batch = candidate.per_device_train_batch_size
         value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
@@ -49,7 +46,7 @@ def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
-    """Return by how many GiB a trial is above the memory line; ``None`` for a fault, or if disturbed out of memory.
+    """Return by how many GiB a trial is above the memory line; ``None`` for a fault, or disturbed out of memory.
 
     A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
     """

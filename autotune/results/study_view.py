@@ -170,7 +170,6 @@ def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float | None:
 def _values_by_batch(
     tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]
 ) -> list[tuple[int, float]]:
-    """Return the value of each measured per-device batch of an arm, by ascending batch."""
     # A batch may be measured with more than one accumulation; the last of them counts.
     points = {
         t.candidate.per_device_train_batch_size: value(t.measurement)
@@ -405,10 +404,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
 
 
 def _compared_with(report: Report) -> tuple[str, float] | None:
-    """Return name and speed of what would run without a search: an expert's settings, else the baseline.
-
-    ``None`` where neither was measured, or the user's own settings won.
-    """
+    """Return name and speed of what would run without a search: an expert's settings, else the baseline, if any."""
     expert = expert_of(report) if report.workload["task"] != "own" else None
     if expert is not None and report.best is not None and expert.candidate != report.best.candidate:
         return f"{expert.candidate.arm.precision} at {expert.batch}", expert.samples_per_second

@@ -128,8 +128,8 @@ class GraphedSteps:
     def _run_first(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
         """Run the first micro-step, and have checkpoints not save the state of random numbers from now on.
 
-        A capture fails where a checkpoint reads or sets this state. Raises ``SettingUnavailableError`` for a model with
-        checkpoints that draws random numbers, since it could not draw the same numbers again.
+        A capture fails where a checkpoint reads or sets this state. Raises ``SettingUnavailableError`` where a model
+        with checkpoints draws random numbers, since it could not draw the same ones again.
         """
         recomputing = [
             module
@@ -289,8 +289,8 @@ class GraphedSteps:
     def _run_reference(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> _Result:
         """Run an eager micro-step; return its loss and gradient norms, and discard its gradients.
 
-        It runs on the tensors that the graph reads, so that compiled code for them exists before the capture. Buffers
-        and the GPU's random numbers are restored. Raises ``SettingUnavailableError`` where the host draws some.
+        Runs on the tensors that the graph reads, so that code for them is compiled before the capture. Restores buffers
+        and the GPU's random state. Raises ``SettingUnavailableError`` where the model draws random numbers on the host.
         """
         device = self._trainer.args.device
         buffers = [buffer.clone() for buffer in model.buffers()]

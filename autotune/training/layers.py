@@ -4,11 +4,10 @@ Checkpointing drops a layer's activations after the forward pass and computes th
 that is left out keeps them. Checkpointing some layers uses the memory that would be left if all were checkpointed.
 
 accelerate's regional compilation of one process compiles every embedding, norm and head as well, each for itself:
-BERT-large took 12.3 s to its first step, and 8.1 s with the function here; the steps after it were 1.1 % faster (H200,
-torch 2.11.0, transformers 5.17.0, 24 November 2026). accelerate compiles a layer's checkpoint, too. Where a layer
-checkpoints as it is called (transformers before 5.23), what is compiled here is within its checkpoint: a GPT-2 with
-checkpoints compiles, which failed with accelerate's, and QLoRA needs no more memory than eager, not twice as much (same
-run).
+BERT-large took 12.3 s to its first step, and 8.1 s as here; the steps after it were 1.1 % faster (H200, torch 2.11.0,
+transformers 5.17.0, 24 November 2026). accelerate compiles a layer's checkpoint, too. Where a layer checkpoints as it
+is called (transformers before 5.23), what is compiled here is within its checkpoint: a GPT-2 with checkpoints compiles,
+which failed with accelerate's, and QLoRA needs no more memory than eager, not twice as much (same run).
 
 In FP8 activations and weights are rounded to e4m3 and gradients to e5m2, each tensor with a scale of its own, for the
 product alone (Micikevicius et al. 2022, FP8 Formats for Deep Learning); weights stay as they are. This is another
@@ -149,8 +148,7 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     trainer.add_callback(_AtStart())
     if for_any_length:
-        # Else torch takes equal sizes for one and the same: if the first batch is as long as a head is wide, the next
-        # length is compiled anew.
+        # Else torch unifies equal sizes: after a first batch as long as a head is wide, the next is compiled anew.
         symbolic_shapes.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_CODES)
 

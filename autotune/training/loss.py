@@ -403,8 +403,7 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
 def fuse_loss(trainer: Trainer) -> None:
     """Make a causal language model compute its loss without all logits while it trains.
 
-    It then returns no logits. Nor does it in evaluations for the loss alone: with logits these would need more memory
-    than training. Raises
+    It then returns no logits, nor in evaluations for the loss alone: logits would take more memory there. Raises
     ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where the loss or
     gradients of a few tokens change: for a model that changes its logits after that layer (a cap, a scale, a smaller
     vocabulary), or computes its loss by itself; and for label smoothing or the user's own loss, which may read logits.

@@ -217,8 +217,7 @@ class InOneRow:
 
         ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are (samples + 1,), or longer for filled rows; ``max_length_q`` and
         ``max_length_k`` the tokens of the longest sample, or of a filled row. In a batch with ``position_ids`` a sample
-        begins wherever these are 0. Raises ``SettingUnavailableError`` for a batch that cannot be joined: not text with
-        a label for each token, padded on the left, or with labels for padding.
+        begins wherever these are 0. Raises ``SettingUnavailableError`` for a batch that cannot be joined in one row.
         """
         if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= set(batch):
             raise SettingUnavailableError("a batch has no input_ids and labels; train without padding_free")
@@ -254,8 +253,7 @@ class InOneRow:
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return a row padded to a multiple of tokens, and the borders of its samples.
 
-        The borders are filled up, so that they have few shapes. ``samples`` is the number of samples in the batch;
-        ``None`` where that is not known, since a batch with ``position_ids`` may have several samples in a row.
+        The borders are filled up to have few shapes. ``samples``: number in the batch; ``None`` if rows may be packed.
         """
         assert self._multiple is not None
         tokens = len(row["position_ids"])

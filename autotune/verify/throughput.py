@@ -142,10 +142,7 @@ class Verification:
         return self.peak_bytes("allocated" if self.judges_allocated else "reserved")
 
     def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
-        """Return the steps' peak before the evaluation, or that at the end if higher than the checkpoint's.
-
-        ``None`` where none was measured.
-        """
+        """Return the steps' peak before the evaluation, or the peak at the end if that is above the checkpoint's."""
         peaks = self.obtained.peak_bytes
         if not peaks:
             return None
