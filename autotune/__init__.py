@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-# As typing has it. Importing that takes most of the time until the command line can handle a Ctrl-C.
+# Stands for typing.TYPE_CHECKING. Importing typing takes most of the time until the command line can handle a Ctrl-C.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any

@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def _end_interrupted() -> None:
-    """End as ``autotune.cli.main`` does after a Ctrl-C, which may not be importable."""
+    """Exit with code 130 and a line on stderr, as ``autotune.cli.main`` does, whose import a Ctrl-C may interrupt."""
     import sys
 
     # See autotune.cli.main._forget_interrupt.

@@ -222,7 +222,7 @@ def search(
 
 
 def _signature() -> inspect.Signature:
-    """Return the signature of ``search`` with every option and its default, for ``help`` and notebooks."""
+    """Return the signature of ``search`` with its options and their defaults, for ``help``; levers are left out."""
     written = inspect.signature(search)
     model, effective_batch, progress, _ = written.parameters.values()
     named = [

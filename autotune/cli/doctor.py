@@ -45,7 +45,7 @@ def doctor(ctx: click.Context, /, storage: str, as_json: bool) -> None:
     "note" costs speed or a choice; "wrong" keeps searches from starting or spoils what they measure.
     """
     is_reached: list[bool] = []
-    # The look-up of a name ends when it likes: nobody waits for it.
+    # The look-up of a host name has no timeout, so it runs in a thread that need not end.
     asking = threading.Thread(target=lambda: is_reached.append(_reaches_hub()), daemon=True)
     asking.start()
     until = time.monotonic() + _HUB_SECONDS
@@ -124,7 +124,7 @@ def torch_checks(said: dict[str, Any]) -> Iterator[Check]:
         )
         yield Check("torch", "wrong", f"{found}: {said['error'] or 'it finds no GPU'}", cure)
     else:
-        # The others are left out: torch tells none where CUDA did not start.
+        # Checked only here, since torch tells no architectures where CUDA did not start.
         foreign = [gpu for gpu in gpus if gpu.capability and not _is_built_for(gpu.capability, said["architectures"])]
         for gpu in foreign[:1]:
             assert gpu.capability is not None
@@ -156,7 +156,7 @@ def _is_built_for(capability: tuple[int, int], architectures: list[str]) -> bool
 
 
 def _torch() -> dict[str, Any]:
-    """Return facts about torch from a separate process."""
+    """Return facts about torch from a separate process; only ``error`` where that failed."""
     command = [sys.executable, "-P", "-m", "autotune.worker.doctor"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False)
@@ -260,13 +260,13 @@ def _reaches_hub() -> bool:
 
 
 def _folder_of(storage: str) -> Path | None:
-    """Return the folder of a SQLite file; ``None`` for a server's database."""
+    """Return the folder of a SQLite file; ``None`` for a server's database, or an invalid location."""
     from autotune.store.location import resolve_location
 
     try:
         path = resolve_location(storage).path
     except AutotuneError:
-        # The database's own line says so.
+        # The check of the database reports it.
         return None
     return None if path is None else path.parent
 

@@ -18,7 +18,7 @@ _INSTRUCTIONS = (
     "what fits and how fast it is without a GPU; search measures, which takes minutes; show, export and verify work on "
     "a study that search made. options are those of the command line: autotune COMMAND --help-all lists them."
 )
-# A search ends as after Ctrl-C: what was measured is recorded. Then it is killed. A choice.
+# Time for a command to end after SIGTERM, in which a search records what it measured, before it is killed. A choice.
 _ENDING_SECONDS = 20.0
 
 
@@ -82,7 +82,7 @@ def tools(storage: str) -> tuple[Callable[..., Awaitable[str]], ...]:
 
 
 async def _run(*args: str) -> str:
-    """Return the output of a command. Raises the tool's error with the command's message where it fails."""
+    """Return the output of a command. Raises ``ToolError`` with its message where it fails and prints nothing."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     pipe: Any = asyncio.subprocess.PIPE

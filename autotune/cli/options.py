@@ -1,6 +1,6 @@
 """Make click's options from the table of options, group them under headings in help, and complete their values.
 
-click makes the rest: ``eval "$(_AUTOTUNE_COMPLETE=bash_source autotune)"``.
+click writes the completion script for a shell: ``eval "$(_AUTOTUNE_COMPLETE=bash_source autotune)"``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _completer(found: Callable[[click.Context], Iterable[tuple[str, str]]]) -> C
         try:
             return [CompletionItem(name, help=about) for name, about in found(ctx) if name.startswith(incomplete)]
         except AutotuneError:
-            # A shell has no place for it; the command itself will say so.
+            # A shell has no place for an error; the command itself will report it.
             return []
 
     return complete
@@ -79,7 +79,7 @@ COMPLETERS: Mapping[str, Completer] = {
     "study": _completer(_studies),
     "lever": _completer(_levers),
 }
-"""By the names of the options whose values they complete."""
+"""Completers by the names of the options and arguments whose values they complete."""
 
 study_argument = click.argument("study", shell_complete=COMPLETERS["study"])
 """The argument of the commands that take a study of the database."""

@@ -30,7 +30,7 @@ class FilePath(click.Path):
 def write_text(path: Path, text: str) -> None:
     """Write a file atomically. Raises ``StorageError`` where that fails."""
     real = path.resolve()
-    # What is no plain file, as a pipe, is written to.
+    # A pipe or another special file is written to directly, not replaced.
     part = real if real.exists() and not real.is_file() else real.with_name(f".{real.name}.part")
     try:
         part.write_text(text, encoding="utf-8")

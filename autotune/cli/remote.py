@@ -159,7 +159,7 @@ def print_verification(shown: Document, *, as_json: bool) -> None:
 
 
 def _watch(client: Client, search: Document) -> Document | None:
-    """Show a service's search until its end; return the problem that ended it."""
+    """Show a service's search until its end; return its problem, if any. Raises ``ServiceError`` if cancelled."""
     with open_view(_RemoteView) as view:
         if search["state"] == "finished":
             view.print_line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")

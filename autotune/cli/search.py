@@ -138,7 +138,7 @@ def search_and_print(
 def print_searched(
     ctx: click.Context, study: StudyRecord, report: Report, storage: str, *, as_json: bool, verifies: bool = False
 ) -> None:
-    """Print the result of a search that has ended; exit with the code of an interruption if there was one."""
+    """Print the result of an ended search. Exit with 130 if interrupted; raise ``TooNoisyError`` if too noisy."""
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     shown_storage = storage if is_named else None
     if verifies and study.state != "interrupted" and report.too_noisy is None:

@@ -76,7 +76,7 @@ def verify(
 
 
 def _target(store: Store, study_or_file: str, study: str | None) -> Target:
-    """Return the study or file to verify."""
+    """Return the winner of the named study as a target, or of the study that exported the named file."""
     from autotune.results.report import load_report
     from autotune.verify.target import find_exported, placement_of, read_arguments, target_of
 

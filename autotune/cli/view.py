@@ -64,7 +64,7 @@ class View(Narrator, ConsoleView):
 
 
 class Clock(ConsoleView):
-    """Shows what one thing is waited for, and for how long."""
+    """Shows what is waited for, and for how long."""
 
     def __init__(self, console: Console, waits_for: str) -> None:
         super().__init__(console)

@@ -123,7 +123,7 @@ def under_plain_names(files: list[str], folder: Path) -> list[str]:
 
 
 def data_files(source: str, kind: DataKind, split: str) -> list[str]:
-    """Return the files of a source that is read by its suffix."""
+    """Return the files of a dataset that is read by suffix: those of the split, or all where none is named so."""
     path = Path(source)
     if path.is_file():
         return [source]
@@ -151,7 +151,7 @@ def _near_file(path: Path) -> str:
 
 
 def _folder_kind(path: Path, name: str, split: str | None) -> tuple[DataKind, list[Path]]:
-    """Return format and files of a dataset's folder."""
+    """Return format and files of a dataset's folder. Raises ``InvalidRequestError`` as ``locate`` does."""
     if any((path / file).is_file() for file in _SAVED_FILES):
         if split not in (None, DEFAULT_SPLIT) and not (path / _SAVED_FILES[1]).is_file():
             raise InvalidRequestError(
@@ -204,7 +204,7 @@ def _content(root: Path, files: Iterable[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-# The revision of a dataset on the hub, so that a changed dataset is not taken for the same
+# The commit of a dataset on the hub tells a changed dataset from the same one.
 
 
 _HUB_TIMEOUT_SECONDS = 10.0

@@ -71,7 +71,7 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
     if entry is not None:
         return ModelSource(name, copy.deepcopy(entry.config), "catalog", repository=repository_of(entry, name))
     _refuse_path(name, folder)
-    # What the hub could have no repository of must not reach its client.
+    # A name that no hub repository can have must not reach the hub's client.
     is_odd = ".." in name or "--" in name or name.endswith(".git")
     if is_odd or _REPOSITORY_NAME.fullmatch(name) is None:
         raise _unknown_model_error(name, "it is not in the catalog and cannot be the name of a hub repository")
@@ -87,7 +87,7 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
 
 
 def repository_of(entry: catalog.CatalogEntry, name: str) -> str | None:
-    """Return the repository that was named, else the entry's own."""
+    """Return the repository that was named, else the entry's own; ``None`` where it exists in the catalog alone."""
     for known in (entry.name, *entry.aliases):
         if "/" in known and name.lower() in (known.lower(), known.rsplit("/", 1)[-1].lower()):
             return known

@@ -8,9 +8,9 @@ from typing import Any
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import TASKS, Task, Workload
 
-# An image is divided in patches, of which squares of so many each side become a token (Qwen2VLImageProcessor).
+# Model types that divide an image in patches, and merge a square of patches to one token (Qwen2VLImageProcessor).
 _MERGING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-# An image, or each tile that a larger one is cut in, has one size (Idefics3Processor).
+# Model types whose images, or the tiles that larger ones are cut in, have one fixed size (Idefics3Processor).
 _TILING = ("idefics3", "smolvlm")
 # 256 tokens of 28 pixels each side. A choice: such models take any size.
 _USUAL_SIDE = 448
@@ -88,7 +88,7 @@ def _patch_side(config: dict[str, Any]) -> int:
 
 # Before each image a token says that one begins.
 _BESIDE_IMAGE = 1
-# A model learns from text; so much of it is the least that is measured. A choice.
+# Least number of text tokens in a sample with images, since the model learns from text. A choice.
 _LEAST_TEXT = 2
 
 
@@ -186,7 +186,7 @@ def max_seq_len(config: dict[str, Any]) -> int | None:
 
 def _stated_seq_len(config: dict[str, Any]) -> int | None:
     """Return the length in the config, even if it is no limit."""
-    # Of models of images and text, those of the text.
+    # A model of images and text has the text's length in text_config.
     text = {**config, **(config.get("text_config") or {})}
     for key in _POSITION_KEYS:
         value = text.get(key)
@@ -196,7 +196,7 @@ def _stated_seq_len(config: dict[str, Any]) -> int | None:
 
 
 def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int:
-    """Return the sequence length to measure: the requested one, else 512 or the config's smaller length.
+    """Return the sequence length to measure: the requested one, else 512 or the config's smaller length; 1 for images.
 
     Raises ``InvalidRequestError`` where the model does not support the requested length.
     """
@@ -219,16 +219,16 @@ def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int
 
 
 STATED = "quantization_config"
-# transformers' BitsAndBytesConfig, where it is told nothing else.
+# Defaults of transformers' BitsAndBytesConfig.
 _DEFAULTS: dict[str, Any] = {
     "bnb_4bit_quant_type": "fp4",
     "bnb_4bit_use_double_quant": False,
     "llm_int8_has_fp16_weight": False,
     "llm_int8_threshold": 6.0,
 }
-# Output layers stay as they are in any case, and embeddings are no linear layers.
+# Modules that are never quantized: output layers, and embeddings, which are no linear layers.
 _KEPT = frozenset({"lm_head", "embed_tokens", "embedding"})
-# Configs that unsloth writes name these of every model: text models have none of them.
+# Modules that configs by unsloth name for every model, although text models have none of them.
 _OF_IMAGES = frozenset({"multi_modal_projector", "merger", "modality_projection", "visual", "vision_tower"})
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autotune.store.records import TrialRecord
 
 
-# Columns of words that are not broken further. A choice.
+# Least width, in columns, of a cell that is wrapped. A choice.
 _LEAST_WIDTH = 16
 # Relative standard deviation between the steps of a process from which it is worth a word. A choice.
 _UNEVEN = 0.1

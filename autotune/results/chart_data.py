@@ -94,13 +94,13 @@ class StepRow:
     candidate: Candidate
     arm: int
     samples: int
-    """Samples that the time is of."""
+    """Number of samples that the time is for: those of an optimizer step, or 1."""
     speed: Speed
     mark: Mark | None
 
     @property
     def seconds(self) -> float:
-        """The mean time."""
+        """The mean time for these samples."""
         return self.samples / self.speed.samples_per_second
 
     @property
@@ -134,7 +134,7 @@ def _arms(report: Report) -> tuple[Arm, ...]:
 
 
 def _marks(report: Report) -> dict[str | None, Mark]:
-    """Return the mark of each marked trial by its id. Of several marks the last is used."""
+    """Return the mark of each marked trial by its id: ``best``, else ``baseline``, else ``expert``."""
     expert = expert_of(report)
     measured = expert.candidate if expert is not None and expert.is_measured else None
     last = [trial.id for trial in report.trials if trial.candidate == measured and measurement(trial)][-1:]
@@ -153,7 +153,7 @@ def speed_chart(report: Report) -> SpeedChart:
         if measured is not None:
             mark, speed = marks.get(trial.id), report.speed(trial)
             if mark is not None:
-                # Of all its processes, as everywhere.
+                # A marked trial has the speed and peak of all processes of its candidate, as everywhere.
                 measured = report.pooled(trial) or measured
             peak, rate = measured.judged_bytes(trial.candidate.arm), measured.samples_per_second
             words += f": {format_rate(rate)} {unit}, peak {format_bytes(peak)}; {verdict(report, trial)}"
@@ -168,7 +168,7 @@ def speed_chart(report: Report) -> SpeedChart:
 
 
 def step_chart(report: Report) -> StepChart:
-    """Return the pooled step times of every candidate that fits, and of the baseline if it completed."""
+    """Return the pooled step times of every candidate that fits, and of marked trials that completed."""
     arms, marks = _arms(report), _marks(report)
     per_sample = report.study.request["effective_batch"] is None
     last = {trial.candidate: trial for trial in report.trials if measurement(trial) is not None}

@@ -49,7 +49,7 @@ def is_feasible(trial: FrozenTrial) -> bool:
 
 
 class DashboardStorage(BaseStorage):
-    """The studies of a store as Optuna's, read anew at each request: the best trial right, and nothing to change."""
+    """A read-only Optuna storage over a store, read anew at each request. Its best trial is autotune's winner."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

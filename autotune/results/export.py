@@ -87,7 +87,7 @@ class Export:
     applied_settings: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``autotune.training.apply``, for what transformers does not do by itself."""
     collator_multiple: int | None = None
-    """``pad_to_multiple_of`` for the collator; ``None`` where its own is as good."""
+    """``pad_to_multiple_of`` to set on the collator; ``None`` without padding to multiples, or if ``apply`` pads."""
     divides_loss: bool = False
     """Whether the Trainer has to be told to divide the loss by the accumulation."""
     rehearsal: Rehearsal | None = None
@@ -167,7 +167,7 @@ class Export:
             return apply_call(self.applied_settings)
         multiple = self.collator_multiple
         padded = f"trainer.data_collator.pad_to_multiple_of = {multiple}" if multiple is not None else ""
-        # What apply does as well.
+        # A call of apply does both by itself.
         return "; ".join(filter(None, (padded, "trainer.model_accepts_loss_kwargs = False" * self.divides_loss)))
 
     @property
@@ -217,7 +217,7 @@ def make_export(report: Report) -> Export:
             arguments["activation_checkpointing_kwargs"]["every_n_layers"] = stock["every_n_layers"]
             del applied["checkpointed_layers"]
         if "pad_to_multiple_of" in stock and [*applied] == ["length_multiple"]:
-            # With others, one call is simpler, which compiling needs.
+            # Beside other settings, one call of apply is simpler; to compile, it has to know the multiple.
             multiple = applied.pop("length_multiple")
         if is_own and report.baseline is not None and report.baseline.candidate.arm.torch_compile:
             arguments |= linked_fields(arguments)  # type: ignore[typeddict-item]
@@ -271,7 +271,7 @@ def _order_note(arm: Arm) -> list[str]:
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
-    """Return ``OMP_NUM_THREADS`` of each rank as measured. For an optimizer on the CPU, ranks share the cores."""
+    """Return ``OMP_NUM_THREADS`` of a rank: with an optimizer on the CPU its share of the cores, else as measured."""
     cores = (environment.get("host") or {}).get("usable_cores")
     if arm.offloads_optimizer and cores:
         return str(offloading_threads(int(cores), max(arm.ranks, world_size)))
@@ -530,7 +530,7 @@ def _bits_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     arguments = Workload.from_document(dict(workload)).bits_arguments()
     if "lora_options" not in workload:
-        # Of an earlier version, which did not quantize the scales.
+        # Recorded by an earlier version, which did not quantize the scales.
         arguments.pop("bnb_4bit_use_double_quant", None)
     return arguments
 
@@ -547,7 +547,7 @@ def _flags(export: Export) -> list[str]:
     For a script with placeholders, return the whole command line.
     """
     if export.template is not None:
-        # Not before the command, so that $(…) takes them, too.
+        # Set by env: in $(…) an assignment before the command would be taken for the command.
         variables = [f"{name}={value}" for name, value in export.variables.items()]
         words = [*(["env", *variables] if variables else []), "python", *fill_words(export.command, export.filling)]
         return [shlex.join(words)]
@@ -556,7 +556,7 @@ def _flags(export: Export) -> list[str]:
         left_out = [
             name
             for name, value in export.arguments.items()
-            # Its braces and quotes do not outlive $(…).
+            # The braces and quotes of these kwargs do not survive $(…).
             if value is None or (value == kwargs and export.has_reentrant_off)
         ]
         words = []

@@ -1,8 +1,8 @@
-"""Say in Optuna's words what a trial was, and in those of its dashboard: state, value, constraint, parameters, number.
+"""Convert trials and studies to the types of Optuna and its dashboard: state, value, constraint, parameters, number.
 
-Samplers are told of trials so, and the dashboard shows them so. autotune's tables have the only record.
+Samplers get trials in this form, and the dashboard shows them in it. autotune's tables have the only record.
 
-``tests/contracts`` checks them against the installed versions.
+``tests/contracts`` checks the conversions against the installed versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autotune.space.space import LARGEST_FREE_BATCH
 from autotune.store.records import StudyRecord, TrialRecord
 
 CONSTRAINT = "memory_over_line_gib"
-"""GiB above the line of a feasible trial; 0 or less is feasible."""
+"""GiB by which a trial's peak is above the memory line; with 0 or less a trial is feasible."""
 TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
 """The user attribute with ``TrialRecord.id``."""
 OBJECTIVE_NAMES: dict[str, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
@@ -36,7 +36,7 @@ BATCH = "per_device_train_batch_size"
 
 
 def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
-    """Return Optuna's state and value of an outcome: PRUNED for out of memory, FAIL for a fault, both without value."""
+    """Return Optuna's state and value. Without value: PRUNED (out of memory), FAIL (fault, disturbed out of memory)."""
     if isinstance(outcome, Completed):
         batch = candidate.per_device_train_batch_size
         value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
@@ -46,7 +46,7 @@ def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
-    """Return by how many GiB a trial is above the memory line; ``None`` for a fault.
+    """Return by how many GiB a trial is above the memory line; ``None`` for a fault, or disturbed out of memory.
 
     A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
     """

@@ -10,8 +10,8 @@ from autotune.core.loop import FIELDS, loop_arguments
 from autotune.core.training_source import TrainingSource
 from autotune.space.levers import ACCELERATE, LIGHTNING
 
-# By what the code trains with: the names of batch, accumulation, precision and checkpointing there, and of what loads
-# its data. A LoopConfig has nothing of the last.
+# By framework: its names of batch, accumulation, precision and checkpointing, and of data loader settings. A LoopConfig
+# has none of the last.
 _NAMES: dict[str, dict[str, str]] = {
     "loop": FIELDS,
     "accelerate": {
@@ -83,7 +83,7 @@ def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
 
 
 def _loading(candidate: Candidate) -> dict[str, int]:
-    """Return the data loader settings that the code does not decide."""
+    """Return the data loader settings of a candidate; workers or prefetch of 0 or ``None`` are left out."""
     arm = candidate.arm
     values = {"workers": arm.dataloader_num_workers, "prefetch": arm.dataloader_prefetch_factor}
     return {what: value for what, value in values.items() if value}

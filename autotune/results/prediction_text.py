@@ -127,7 +127,7 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
     else:
         rows = [_chosen_batch(arm, gpu.line_bytes, anatomy, speed) for arm in shown]
     head += speed + (list(_PARTS) if anatomy else [])
-    # With the anatomy it is wider than any terminal.
+    # With the anatomy the table is wider than any terminal.
     lines += narrow_table_lines(head, rows, None if anatomy else columns, _SPARE)
     lines += [f"Not predicted: {why}." for why in dict.fromkeys(arm.why_not for arm in shown) if why]
     if anatomy:

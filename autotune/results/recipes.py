@@ -36,7 +36,7 @@ _LORA_NAMES = {
     "lora_dropout": "lora_dropout",
     "target_modules": "lora_target_modules",
 }
-"""Of TRL's ``ModelConfig``, which axolotl has, too."""
+"""Names of LoRA's settings in TRL's ``ModelConfig``, and in axolotl."""
 _ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
 
 
@@ -65,7 +65,7 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     _check_expressible(export, form)
     makers = {"trl": _trl, "axolotl": _axolotl, "llama-factory": _llama_factory}
     settings = makers[form](export, report.workload)
-    # Of others it is not known which transformers they train with.
+    # Which transformers the others use is not known, so what newer ones do by themselves counts as left out, too.
     left_out = sorted(export.applied_settings if form == "trl" else applied_settings(export.candidate.arm))
     if form == "axolotl" and export.candidate.arm.non_blocking:
         left_out.append("logging_nan_inf_filter")
@@ -180,7 +180,7 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
         "bf16": arm.precision == "bf16",
         "fp16": arm.precision == "fp16",
         "tf32": arm.precision == "tf32" or None,
-        # It has weights that are trained in float32 otherwise.
+        # Otherwise LLaMA-Factory trains the weights in float32.
         "pure_bf16": export.model_arguments["dtype"] == "bfloat16" and not export.lora,
         "disable_gradient_checkpointing": not arm.gradient_checkpointing,
         "use_reentrant_gc": False,

@@ -134,7 +134,7 @@ class Report:
         return self.history.speed(trial.candidate) or Pool([alone]).speed(trial.candidate)
 
     def pooled(self, trial: TrialRecord | None) -> Measurement | None:
-        """Return a trial's measurement, with speed and peaks pooled over all processes of its candidate."""
+        """Return a trial's measurement; if the candidate fits, with speed and peaks pooled over all its processes."""
         if trial is None or measurement(trial) is None:
             return None
         found, speed = self.history.believed({trial.candidate}), self.speed(trial)

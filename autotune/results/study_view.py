@@ -39,7 +39,7 @@ from autotune.space.levers import LEVERS
 from autotune.space.space import Batches
 from autotune.store.records import StudyRecord, TrialRecord
 
-# What an expert chooses, or what follows from the model and the GPUs.
+# Settings that an expert chooses, or that follow from the model and the GPUs.
 _CHOSEN = frozenset(("precision", "gradient_checkpointing", "attn_implementation", "optim", *OF_RANKS))
 _OTHERS = frozenset(row.name for row in LEVERS) - _CHOSEN
 # Peak and speed are predicted for batches of up to so many times the largest that was measured. A choice.
@@ -101,9 +101,9 @@ def expert_of(report: Report) -> Expert | None:
 
 
 def _tried_by_experts(report: Report) -> list[Tried]:
-    """Return the trials of arms with an expert's settings alone, at the winner's attention and optimizer.
+    """Return a trial of each candidate with an expert's settings alone, at the baseline's attention and optimizer.
 
-    Those that ran above the line count as well: whoever tries batches until memory runs out leaves no headroom.
+    Trials with a peak above the line count as well: whoever tries batches until memory runs out leaves no headroom.
     """
     baseline = report.baseline
     like = baseline.candidate.arm if baseline is not None else None
@@ -191,8 +191,8 @@ def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None
     """Return the model FLOPs utilization (MFU) of a step; ``None`` where operations or peak rate are unknown.
 
     Matrix products, convolutions and attention of both passes count, without padding and recomputation. Where a trial
-    could not count them, the count of another trial with the same samples in a batch is used. The peak rate is that of
-    the GPU's data sheet in this precision.
+    could not count them, the count of another trial with the same ``sparse_prediction`` is used. The peak rate is that
+    of the GPU's data sheet in this precision.
     """
     chip, flops = chip_of_device(report.environment["device_name"]), measured.sample_flops
     for trial in report.trials:
@@ -377,7 +377,7 @@ def _with_all_processes(report: Report, trial: TrialRecord) -> TrialRecord:
 
 
 def _best_view(report: Report, best: TrialRecord) -> BestView | None:
-    """Return the values to show for the winner."""
+    """Return the values to show for the winner; ``None`` where it was not measured."""
     shown = trial_view(report, _with_all_processes(report, best))
     measured, limit, speed, candidate = shown.measured, shown.limit, report.speed(best), best.candidate
     if measured is None or limit is None or speed is None:
@@ -404,7 +404,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
 
 
 def _compared_with(report: Report) -> tuple[str, float] | None:
-    """Return name and speed of the settings without a search: the user's own, or an expert's."""
+    """Return name and speed of what would run without a search: an expert's settings, else the baseline, if any."""
     expert = expert_of(report) if report.workload["task"] != "own" else None
     if expert is not None and report.best is not None and expert.candidate != report.best.candidate:
         return f"{expert.candidate.arm.precision} at {expert.batch}", expert.samples_per_second
@@ -413,9 +413,9 @@ def _compared_with(report: Report) -> tuple[str, float] | None:
 
 
 def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:
-    """Compare the winner with the fastest other candidate.
+    """Compare the winner with the fastest candidate besides it and the baseline.
 
-    ``None`` without others, or for ``max-batch``.
+    ``None`` without such a candidate, or for ``max-batch``.
     """
     if report.study.request["objective"] != "throughput":
         return None

@@ -27,7 +27,7 @@ _MODULE = "autotune.worker.user.real_training"
 
 @dataclass(frozen=True)
 class Start:
-    """A process to become, and what to say before that."""
+    """The training process that replaces this one, and what to print before."""
 
     words: tuple[str, ...]
     cwd: str
@@ -36,7 +36,7 @@ class Start:
     variables: dict[str, str] = field(default_factory=dict)
     settings: Document = field(default_factory=dict)
     handed: dict[str, str] = field(default_factory=dict)
-    """Variables that only the start itself reads."""
+    """Environment variables that only autotune's own module in ``words`` reads."""
     notes: tuple[str, ...] = ()
 
 
@@ -62,7 +62,7 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
     kind = export.framework
     settings: Document = dict(export.arguments)
     if recorded is None and export.candidate.arm.torch_compile:
-        # A script may say another one.
+        # A script may name another backend.
         settings["torch_compile_backend"] = "inductor"
     folder = ""
     if kind == "placeholders":
@@ -139,7 +139,7 @@ def watched_line(runs_file: str) -> str | None:
 
 
 def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str], export: Export) -> TrainingSource:
-    """Return the user's code for the training."""
+    """Return the user's code for the training. Raises ``InvalidRequestError`` if the command does not fit the study."""
     name = shlex.quote(report.study.name)
     if recorded is not None and recorded.kind != "script":
         if given:

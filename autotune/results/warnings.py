@@ -16,7 +16,7 @@ from autotune.store.records import StopReason, TrialRecord
 
 # Half-width of the next run's speed, relative, above which a note says so. A choice.
 _WIDE_PROMISE = 0.1
-# Below it, what watches a step of the user's own code is more than about 8 % of it (docs/explanation/measuring.md).
+# In shorter steps of the user's own code, watching takes more than about 8 % (docs/explanation/measuring.md).
 _SHORT_STEP_SECONDS = 0.005
 # The baseline is measured in few steps; above this relative half-width a note says so. A choice.
 _VERY_WIDE_SPREAD = 0.2

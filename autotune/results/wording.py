@@ -17,7 +17,7 @@ from autotune.store.records import StopReason, StudyRecord, TrialRecord
 
 _NOTICEABLE_SECONDS = 1.0
 _NOTICEABLE_SHARE = 0.1
-# The libraries of a trial take one or two.
+# Host memory to build a model, above which a line tells it. The libraries of a trial take 1 to 2 GiB.
 _MUCH_HOST_BYTES = 4 * GIB
 
 

@@ -1,9 +1,9 @@
-"""Change the batches that a ``Trainer`` loads, and the attention that they meet, until its training ends.
+"""Change the batches that a ``Trainer`` loads for training, and how attention is computed while it trains.
 
 A batch of a length that did not occur before costs host time, and compiled code and CUDA graphs are for one shape each.
 Padded to a multiple of some tokens, batches have few lengths. Padding is masked, so that the loss is the same.
 
-Attention masks that mask nothing, and cuDNN's attention, are left out in the same way.
+Attention masks that mask nothing, and cuDNN's attention kernels, can be left out as well.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def padding_value(trainer: Trainer) -> int:
 class PaddedToMultiple:
     """Pads a batch on the right until its tokens are a multiple of a number; a seq2seq model's targets likewise.
 
-    None becomes longer than ``longest``, the positions of the model.
+    No batch is padded beyond ``longest``, the number of positions of the model.
     """
 
     def __init__(self, multiple: int, pad: int = 0, longest: int | None = None, *, has_decoder: bool = False) -> None:
@@ -202,9 +202,9 @@ _COLLATORS = (
 
 
 def _collator_pads(trainer: Trainer, multiple: int, longest: int | None) -> bool:
-    """Return whether the Trainer's own collator can do this padding: a transformers collator, without ``longest``.
+    """Return whether a transformers collator of the Trainer can do this padding, and nobody else makes its batches.
 
-    Its ``pad_to_multiple_of`` knows no longest position.
+    Its ``pad_to_multiple_of`` has no limit, so the longest samples must not be padded beyond ``longest``.
     """
     collator = trainer.data_collator
     makes_batches = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
@@ -255,7 +255,7 @@ def without_full_masks(batch: Any) -> Any:
     """Return a batch without its attention masks, unless a mask marks padding.
 
     Its tensors are in the host's memory, so that reading them costs the GPU nothing. Raises ``SettingUnavailableError``
-    for a batch with several samples in a row.
+    for a batch with ``position_ids``, whose rows may have several samples.
     """
     if not isinstance(batch, Mapping):
         return batch
@@ -292,8 +292,8 @@ def leave_out_full_masks(trainer: Trainer) -> None:
     5.23 others got a mask of ones, too, while they were captured (a ViT-large took twice as long; H200, 23 November
     2026).
 
-    Training raises ``SettingUnavailableError`` for batches with several samples in a row.
+    Training raises ``SettingUnavailableError`` for batches with ``position_ids``, which may have packed rows.
     """
     change_batches(trainer, without_full_masks)
-    # However it ends: a training after it may have packed samples.
+    # Undone however the training ends: a later one may have packed samples.
     during_training(trainer, _looking_for_no_packed_samples)

@@ -5,7 +5,7 @@ on. The host then launches one graph in place of thousands of kernels, so that a
 wait any more. No compiler is needed, and the kernels and their order stay the same.
 
 The graphs share one memory pool, which is as large as the largest of them if that is captured first. So where a larger
-shape comes, all are dropped and captured anew, it before the others. Once there are graphs, eager micro-steps take
+shape comes, all graphs are dropped, and captured anew after that shape's. Once there are graphs, eager micro-steps take
 their memory from that pool too: between two replays nothing in it is in use but losses and gradients. Gradients are
 always in the same tensors, since a graph reads and writes fixed addresses. The first graph of a pool writes them; all
 others add to them, after they were set to zero where an optimizer step begins. ``torch.cuda.make_graphed_callables``
@@ -40,13 +40,13 @@ from autotune.training.batches import SettingUnavailableError
 # Kernels are chosen, compiled and loaded in the first micro-steps of a shape, which a capture would not survive.
 # torch.cuda.make_graphed_callables runs three before it captures; with less than two, Triton kernels are not loaded.
 EAGER_MICRO_STEPS = 3
-# Each graph takes some time and memory of the driver's. Other shapes run without one. Batches padded to multiples of 64
-# have 8 at 512 tokens, and 16 at 1,024. A choice.
+# Most shapes of inputs that get graphs; further shapes run without. Each graph takes some time, and memory of the
+# driver. Batches padded to multiples of 64 have 8 shapes at 512 tokens, and 16 at 1,024. A choice.
 MOST_SHAPES = 32
-# Of a loss, and of the norms of all gradients, between a graph and an eager pass. Gradients of embeddings are summed by
-# atomic additions, in any order; a graph that reads what it should not is off by more. A choice.
+# Largest relative difference of a loss, and of the norms of all gradients, between a graph and an eager pass. Gradients
+# of embeddings are summed by atomic additions, in any order; a graph that reads wrong memory is off by more. A choice.
 _TOLERANCE = 1e-2
-# Of a loss: the least that torch's allocator takes.
+# Memory of a loss: the smallest block of torch's allocator.
 _LOSS_BYTES = 512
 
 
@@ -64,7 +64,7 @@ _Result = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Shape:
-    """What is known of one shape of inputs: how large it is, how often it ran, and its graphs."""
+    """One shape of inputs: its size in elements, its eager runs, its graphs that write gradients or add to them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -74,7 +74,7 @@ class _Shape:
 
 
 class GraphedSteps:
-    """Takes the place of ``Trainer.training_step``."""
+    """Runs micro-steps in place of ``Trainer.training_step``: as CUDA graphs where possible, else eagerly."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
@@ -88,13 +88,13 @@ class GraphedSteps:
         self._keeps_memory = False
         """Whether an eager micro-step left something in the memory of the graphs, so that none runs there any more."""
         self._must_release = False
-        """Whether a replay would write over that, so that the graphs have to be captured anew."""
+        """Whether a replay would overwrite what was left there, so that the graphs have to be captured anew."""
         self.replays = 0
         """Micro-steps that ran as a graph."""
         self.on_replay: Callable[[], None] | None = None
-        """Called for each micro-step that ran without the Python code of the model."""
+        """Called before each replay of an earlier capture: a micro-step without the Python code of the model."""
         self.on_capture: Callable[[], None] | None = None
-        """Called for each micro-step that is captured, which takes several times as long."""
+        """Called before each micro-step that is captured, which takes several times as long as another."""
 
     def __call__(
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
@@ -126,9 +126,10 @@ class GraphedSteps:
         return self._replay(model, graph, tensors, is_first=is_first)
 
     def _run_first(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Run the first micro-step. Refuse a model whose checkpoints save the state of random numbers.
+        """Run the first micro-step, and have checkpoints not save the state of random numbers from now on.
 
-        A capture fails where a checkpoint reads or sets this state.
+        A capture fails where a checkpoint reads or sets this state. Raises ``SettingUnavailableError`` where a model
+        with checkpoints draws random numbers, since it could not draw the same ones again.
         """
         recomputing = [
             module
@@ -157,7 +158,7 @@ class GraphedSteps:
         usual.wait_stream(self._stream)
 
     def _run_eagerly(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Run a micro-step without a graph, in the graphs' memory where there are graphs."""
+        """Run a micro-step without a graph; in the graphs' memory, unless an earlier one left something there."""
         if not self._gradients or self._keeps_memory:
             with self._on_stream():
                 return self._run(model, inputs, num_items_in_batch)
@@ -272,7 +273,7 @@ class GraphedSteps:
         return True
 
     def _key(self, leaves: list[Any], structure: Any) -> Hashable:
-        """Return a hashable key of the inputs' shapes and values; ``None`` for inputs that a graph does not support."""
+        """Return a key: shapes of tensors, values of other inputs, accumulation. ``None``: no graph supports them."""
         described: list[Hashable] = [structure, getattr(self._trainer, "current_gradient_accumulation_steps", None)]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -288,7 +289,8 @@ class GraphedSteps:
     def _run_reference(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> _Result:
         """Run an eager micro-step; return its loss and gradient norms, and discard its gradients.
 
-        It runs on the tensors that the graph reads, so that compiled code for them exists before the capture.
+        Runs on the tensors that the graph reads, so that code for them is compiled before the capture. Restores buffers
+        and the GPU's random state. Raises ``SettingUnavailableError`` where the model draws random numbers on the host.
         """
         device = self._trainer.args.device
         buffers = [buffer.clone() for buffer in model.buffers()]
@@ -325,13 +327,13 @@ class GraphedSteps:
     ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Capture a micro-step and return it with its loss. Nothing is computed yet."""
         graph = torch.cuda.CUDAGraph()
-        # It begins by giving back what is cached for eager steps: the memory of a graph is a pool of its own.
+        # torch.cuda.graph first frees what is cached for eager steps: the memory of a graph is a pool of its own.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             loss = self._run(model, inputs, num_items_in_batch)
         return graph, loss
 
     def _created_gradients(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
-        """Return the tensors of the gradients, which the first capture created."""
+        """Return the gradients that the first capture created. Raises ``SettingUnavailableError`` if one is missing."""
         unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         if unused:
             raise SettingUnavailableError(f"{unused[0]} gets no gradient; freeze it, or train without CUDA graphs")
@@ -342,8 +344,8 @@ class GraphedSteps:
     ) -> torch.Tensor:
         """Copy inputs to a graph, replay it, and return its loss."""
         if not model.training:
-            # As after an evaluation. Graphs hold the training's own kernels; the rest of the training may ask, and an
-            # optimizer without a schedule has other weights for evaluations.
+            # After an evaluation. Graphs run the kernels of training in any mode, but other code may read the mode,
+            # and a schedule-free optimizer has other weights for evaluations.
             model.train()
             if callable(train := getattr(self._trainer.optimizer, "train", None)):
                 train()
@@ -357,7 +359,7 @@ class GraphedSteps:
         return graph.loss.clone()
 
     def _forget_gradients(self) -> None:
-        """Clear the gradients: set the graphs' tensors to zero, or gradients without graphs to ``None``."""
+        """Clear the gradients: set the graphs' tensors to zero, or without graphs, each gradient to ``None``."""
         if self._gradients:
             self._zero()
             return
@@ -383,7 +385,7 @@ def _random_state(device: torch.device) -> tuple[Any, ...]:
 
 
 def _original_error(error: RuntimeError) -> RuntimeError:
-    """Return the original error of a chain: ending a failed capture raises another error."""
+    """Return the earliest ``RuntimeError`` of a chain: ending a failed capture raises another error."""
     began, at = error, error.__cause__ or error.__context__
     while at is not None:
         began = at if isinstance(at, RuntimeError) else began
@@ -415,7 +417,7 @@ def retry_evaluation_without_graphs(trainer: Trainer, steps: GraphedSteps) -> No
         except torch.OutOfMemoryError:
             if not steps.release():
                 raise
-        # A loader draws a seed each time that it begins.
+        # A loader draws a seed each time that it begins; the second evaluation draws the same one.
         torch.set_rng_state(drawn)
         return evaluate(*args, **kwargs)
 

@@ -1,13 +1,13 @@
 """Change how the layers of a model compute: compiled in place, some checkpointed, in FP8, the products of experts.
 
 Checkpointing drops a layer's activations after the forward pass and computes them again in the backward pass. A layer
-that is left out keeps them. Memory between none and all layers is what a GPU with some memory left has to offer.
+that is left out keeps them. Checkpointing some layers uses the memory that would be left if all were checkpointed.
 
 accelerate's regional compilation of one process compiles every embedding, norm and head as well, each for itself:
-BERT-large took 12.3 s to its first step, and 8.1 s so; the steps after it were 1.1 % faster (H200, torch 2.11.0,
-transformers 5.17.0, 24 November 2026). It compiles a layer's checkpoint, too. Where a layer checkpoints as it is called
-(transformers before 5.23), what is compiled here is within its checkpoint: a GPT-2 with checkpoints compiles, which it
-did not, and QLoRA needs no more memory than eager, which was twice as much (same run).
+BERT-large took 12.3 s to its first step, and 8.1 s as here; the steps after it were 1.1 % faster (H200, torch 2.11.0,
+transformers 5.17.0, 24 November 2026). accelerate compiles a layer's checkpoint, too. Where a layer checkpoints as it
+is called (transformers before 5.23), what is compiled here is within its checkpoint: a GPT-2 with checkpoints compiles,
+which failed with accelerate's, and QLoRA needs no more memory than eager, not twice as much (same run).
 
 In FP8 activations and weights are rounded to e4m3 and gradients to e5m2, each tensor with a scale of its own, for the
 product alone (Micikevicius et al. 2022, FP8 Formats for Deep Learning); weights stay as they are. This is another
@@ -70,13 +70,13 @@ def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
 
 
 class _SomeAtStart(TrainerCallback):  # type: ignore[misc]
-    """Leaves layers out once the ``Trainer`` has turned checkpointing on, which it does when training starts."""
+    """Turns checkpointing off in some layers once the ``Trainer`` has turned it on, as it does when training starts."""
 
     def __init__(self, trainer: Trainer, count: int, every: int | None) -> None:
         self._trainer, self._count, self._every = trainer, count, every
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        # A model may have a way of its own to turn it on, which takes no notice.
+        # Only where transformers turned on every n-th layer alone: a model's own way to turn it on ignores this.
         if checkpoint_layers(model, self._count) == self._count and self._every is not None:
             stock_settings(self._trainer)[_EVERY] = self._every
 
@@ -89,7 +89,7 @@ _TAKES_EVERY = _ENABLE is not None and _EVERY in inspect.signature(_ENABLE).para
 def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
     """Make a ``Trainer`` checkpoint ``count`` layers, evenly spread. Its arguments turn checkpointing on.
 
-    Where that is every n-th layer, transformers does it by itself, from the first layer on.
+    Where ``count`` layers are every n-th one, newer versions of transformers choose them, from the first layer on.
     """
     layers, args, every = _innermost_flagged(trainer.model), trainer.args, None
     if _TAKES_EVERY and args.activation_checkpointing and 0 < count <= len(layers):
@@ -103,7 +103,7 @@ def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
 
 
 _MOST_CODES = 24
-"""Codes of one function that torch keeps, in place of 8 (2.13); what would need one more runs eagerly from then on.
+"""Compiled codes of a function that torch keeps, instead of 8 (2.13); what needs one more runs eagerly from then on.
 
 A T5 some of whose layers are checkpointed needs 24, where batches differ in length and evaluations come between
 (transformers 5.23, in which the layers of all classes are one function; 16 before). Without them it needs 6. More would
@@ -133,7 +133,7 @@ def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
-    """Make a ``Trainer`` compile each layer of its model, with its own ``torch_compile_mode``, and nothing else.
+    """Make a ``Trainer`` compile each repeated layer of its model, with its ``torch_compile_mode``, and nothing else.
 
     With ``for_any_length`` layers are compiled for dynamic shapes at once. Otherwise torch does so at the second
     length, after compiling for the first.
@@ -141,21 +141,20 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
     Raises ``SettingUnavailableError`` for a model without repeated layers.
     """
     make = trainer.call_model_init
-    # One with a function that makes its model makes another when training starts.
+    # A Trainer with a model_init makes another model when training starts.
     trainer.call_model_init = lambda trial=None: _compile_repeated(trainer, make(trial), for_any_length or None)
     _compile_repeated(trainer, trainer.model, for_any_length or None)
-    # With torch_compile=True it would compile the model whole as well.
+    # With torch_compile=True accelerate would compile the whole model as well.
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
     trainer.add_callback(_AtStart())
     if for_any_length:
-        # Else torch takes sizes that are equal for one: with a first batch as long as a head is wide, the next length
-        # is compiled anew.
+        # Else torch unifies equal sizes: after a first batch as long as a head is wide, the next is compiled anew.
         symbolic_shapes.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_CODES)
 
 
 def _compile_repeated(trainer: Trainer, model: torch.nn.Module, dynamic: bool | None) -> torch.nn.Module:
-    """Compile the repeated layers of a model in place and return the model."""
+    """Compile the repeated layers of a model in place, turn its cache off unless asked for, and return the model."""
     layers = list(repeated_layers(model))
     if not layers:
         raise SettingUnavailableError(

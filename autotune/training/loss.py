@@ -27,17 +27,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from autotune.training.batches import IGNORED, SettingUnavailableError, during_training, without_adapters
 
-# Numbers of the logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; on larger ones nothing
+# Number of logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; with larger ones nothing
 # more is gained.
 _LOGITS_AT_ONCE = 2**28
-# In so many parts the logits of a piece become float32, and its gradient of the weights is made, so that these take
-# little memory beside the 16 bits of the logits themselves. Not where they are 64 MiB or less in float32.
+# Number of parts in which the logits of a piece are converted to float32, and its gradient of the weights is computed:
+# these then take little memory beside the 16-bit logits. Logits below 64 MiB in float32 are converted at once.
 _PARTS = 8
 _PARTED_FROM = 2**24
 # Logits at which a loss is tried: beyond the caps of transformers' models (15 to 50). A choice.
 _LARGE = 100.0
-# Largest distance of a loss, and of gradients by a few parameters, in 16 bits. Caps at these logits change them by more
-# than a half. A choice.
+# Largest relative difference of the stock and the fused loss, and of their gradients by a few parameters, in 16 bits.
+# Caps at these logits change them by more than a half. A choice.
 _ALIKE = 0.05
 
 
@@ -47,7 +47,7 @@ _Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 def _of_logits(
     logits: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of logits, and its gradient by the logits divided by ``divisor``.
+    """Return the summed cross entropy of logits (tokens, vocabulary), and its gradient divided by ``divisor``.
 
     The gradient has the logits' dtype. It is written to ``into`` if given. Logits in float32 are overwritten.
     """
@@ -70,14 +70,14 @@ def _of_logits(
 def _whole_piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of some tokens, and its gradient by the logits divided by ``divisor``."""
+    """Return the summed cross entropy of some tokens, and its gradient by the logits, divided by ``divisor``."""
     return _of_logits(functional.linear(hidden, weight, bias), labels, divisor)
 
 
 def _piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of ``_whole_piece`` without compilation: the gradient overwrites the logits."""
+    """Return the result of ``_whole_piece``, for use without compilation: large logits become their gradient."""
     logits = functional.linear(hidden, weight, bias)
     if logits.dtype == torch.float32 or logits.numel() < _PARTED_FROM:
         return _of_logits(logits, labels, divisor)
@@ -101,14 +101,14 @@ def _compiled_piece(backend: str) -> _Piece:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for each in (hidden, labels):
             torch._dynamo.maybe_mark_dynamic(each, 0)
-        # In the first micro-step it may require a gradient, for which other code would be compiled.
+        # In the first micro-step the divisor may require a gradient, for which other code would be compiled.
         return compiled(hidden, weight, bias, labels, divisor.detach())
 
     return piece
 
 
 def pieces_of(tokens: int, words: int) -> int:
-    """Return the number of chunks of tokens whose logits are computed at a time, within ``_LOGITS_AT_ONCE``.
+    """Return how many chunks the tokens are divided in, so that each has at most ``_LOGITS_AT_ONCE`` logits.
 
     A power of two: compiled code is for one size, and most batches can be halved into equal pieces.
     """
@@ -259,7 +259,7 @@ class _FusedLoss:
         vars(model).pop("_fused_loss", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits, or where only the loss is needed, the hidden states for ``loss``."""
+        """Return the logits, or where only the loss is needed, the hidden states, of which ``loss`` computes it."""
         return hidden if self._is_for_loss else self.logits_of_layer(hidden)
 
     def loss(
@@ -302,7 +302,7 @@ class _FewTokens:
         self._scale: float | None = None
 
     def loss_and_gradients(self) -> list[torch.Tensor]:
-        """Return the loss of a few tokens and its gradients by a few parameters; none without an output layer.
+        """Return the loss of a few tokens and its gradients by two parameters; ``[]`` without an output layer.
 
         Raises ``SettingUnavailableError`` where the loss cannot be computed from tokens alone.
         """
@@ -310,7 +310,7 @@ class _FewTokens:
             return []
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
-        # What computes the loss in parts looks at this.
+        # _FusedLoss computes the loss without logits only if this is set.
         self._layer.training = True
         try:
             if self._scale is None:
@@ -351,20 +351,20 @@ class _FewTokens:
 
 
 def _are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Return whether two losses and their gradients are equal up to rounding."""
+    """Return whether two losses, and their gradients, differ by no more than ``_ALIKE`` relatively."""
     return len(some) == len(others) and all(
         bool((one - other).norm() <= _ALIKE * one.norm()) for one, other in zip(some, others, strict=True)
     )
 
 
 def _layer_of(model: Any) -> Any:
-    """Return the output layer of a causal language model, also with a fused loss.
+    """Return the output layer of a causal language model, after an earlier fused loss of the model is undone.
 
     Raises ``SettingUnavailableError`` as ``fuse_loss`` does.
     """
     name, layer = type(model).__name__, model.get_output_embeddings()
     if (earlier := vars(model).get("_fused_loss")) is not None:
-        # Of another Trainer, whose scaler it has.
+        # This fused loss is another Trainer's, and has that one's scaler.
         earlier.undo(model)
     # FSDP2 makes a class of its own of the layer's; it keeps the weights whole from this layer's forward pass on.
     if type(layer) is not torch.nn.Linear and type(layer).__bases__ != (FSDPModule, torch.nn.Linear):
@@ -388,7 +388,7 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
         return fused
     whole = model.forward.__func__
 
-    # A method, whose state is its model's: a copy has a fused loss of its own.
+    # A bound method that reads the state of its own model: a copy of the model has a fused loss of its own.
     @functools.wraps(whole)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (own := vars(self).get("_fused_loss")) is not None:
@@ -403,10 +403,10 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
 def fuse_loss(trainer: Trainer) -> None:
     """Make a causal language model compute its loss without all logits while it trains.
 
-    It then returns no logits, nor in evaluations without metrics, which would need more memory than training. Raises
+    It then returns no logits, nor in evaluations for the loss alone: logits would take more memory there. Raises
     ``SettingUnavailableError`` for a model with another loss or another kind of output layer, and where the loss or
     gradients of a few tokens change: for a model that changes its logits after that layer (a cap, a scale, a smaller
-    vocabulary), or computes its loss by itself. The user's own ``compute_loss`` may read logits.
+    vocabulary), or computes its loss by itself; and for label smoothing or the user's own loss, which may read logits.
     """
     is_own = type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer)
     if is_own or trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
@@ -415,11 +415,11 @@ def fuse_loss(trainer: Trainer) -> None:
             if not is_own
             else f"{type(trainer).__name__}.compute_loss is your own, and may read logits, which it would not be given"
         )
-    # What only passes over the logits is most of the loss's time; compiled, it is two kernels.
+    # Element-wise kernels on the logits are most of the loss's time; compiled, they are two.
     args = trainer.args
     piece = _compiled_piece(args.torch_compile_backend or "inductor") if args.torch_compile else _piece
     model = trainer.accelerator.unwrap_model(trainer.model)
-    # Of another Trainer it may have a fused loss, which is not to be compared with.
+    # Undoes the fused loss of another Trainer, since the comparison is with the stock loss.
     _layer_of(without_adapters(model))
     few = None if next(model.parameters()).is_meta else _FewTokens(trainer, model)
     stock = few.loss_and_gradients() if few is not None else []
@@ -505,8 +505,8 @@ class _FirstLoss:
         self.withdraw()
         items = torch.as_tensor(num_items_in_batch, dtype=torch.float32, device=trainer.args.device).detach().clone()
         items.requires_grad_()
-        # The loss does not show through a model that is compiled as a whole. Layers that are compiled stay so: what a
-        # checkpoint recomputes must be what was computed.
+        # The autograd graph of a model that is compiled as a whole does not show what its loss depends on. Compiled
+        # layers stay compiled: what a checkpoint recomputes must be what was computed.
         layers = set(trainer.model.modules()) - {trainer.model}
         is_by_layer = any(layer._compiled_call_impl is not None for layer in layers)
         with nullcontext() if is_by_layer else torch.compiler.set_stance("force_eager"):

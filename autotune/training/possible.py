@@ -20,15 +20,15 @@ SETTINGS: dict[str, Any] = {
     "fused_loss": True,
     "padding_free": True,
 }
-"""What is looked for, as ``apply`` takes it."""
-# Of the losses of a batch as it is and changed, which only rounding tells apart; in 16 bits. Choices.
+"""The settings that are tried, as arguments of ``apply``."""
+# Largest relative difference of the losses of a batch as it is and changed, from rounding alone; in 16 bits. Choices.
 _ALIKE, _ALIKE_IN_HALF = 1e-3, 2e-2
-# Of these many batches. A choice: weights that are drawn may have the same loss for padding by chance.
+# Number of batches whose losses are compared. A choice: random weights may give padding the same loss by chance.
 _COMPARED = 3
 
 
 def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
-    """Return the settings that a ``Trainer`` cannot have, with the reasons, from a few of its batches.
+    """Try settings on a ``Trainer`` and a few of its batches; return the reason for each setting it cannot have.
 
     The settings stay applied afterwards, so the Trainer can only be inspected then.
     """
@@ -89,7 +89,7 @@ def _try(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> Non
 
 
 def _padding(batch: Any) -> int:
-    """Return the number of masked tokens. A batch with many shows whether the loss counts padding."""
+    """Return the number of masked tokens in a batch: one with many shows whether the loss counts padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return int((mask == 0).sum()) if isinstance(mask, torch.Tensor) else 0
 

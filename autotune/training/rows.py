@@ -110,16 +110,16 @@ attend.register_autograd(_backward, setup_context=_save)
 
 
 ATTENTION = "autotune_varlen"
-"""The attention of samples in one row, as transformers knows it."""
+"""The name by which transformers finds the attention of samples in one row."""
 
 _BORDERS_OF = "cu_seq_lens_q"
-# Of a head, that the kernel takes (torch 2.11: flash_api.cpp).
+# Largest size of a head that the kernel takes (torch 2.11: flash_api.cpp).
 _LARGEST_HEAD = 256
-# A sample that fills a row is no longer, so that its attention costs little. A choice.
+# Most tokens of a sample that only fills a row, so that its attention costs little. A choice.
 _FILLER = 512
-# Where samples of a row are not counted beforehand, borders are as many as the next multiple. A choice.
+# If a row has an unknown number of samples, the number of its borders is a multiple of this. A choice.
 _BORDERS = 32
-# Those that take the mask of several samples in a row from their positions, or their ends from ``cu_seq_lens``.
+# Attentions that derive the mask of several samples in a row from their positions, or take ``cu_seq_lens``.
 _TELLING_APART = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 # Logits of a sample differ by this much of their largest value at most when another sample of the row changes. Kernels
 # give the same bits; LLM.int8 chooses its columns among all tokens. A choice.
@@ -200,8 +200,8 @@ class InOneRow:
     """Puts the samples of a batch one after the other in a single row.
 
     The first token of a sample follows from nothing before it. Its label becomes -100, unless ``keeps_first``. With a
-    ``multiple``, samples that do not count fill the row to a multiple of so many tokens, and there are as many borders
-    in each batch, the last of them repeated: rows then have few shapes.
+    ``multiple``, samples that do not count fill the row to a multiple of so many tokens, and the last border is
+    repeated up to a fixed number of borders: rows then have few shapes.
     """
 
     def __init__(
@@ -215,9 +215,9 @@ class InOneRow:
     def __call__(self, batch: Any) -> dict[str, Any]:
         """Return a batch as one row with tensors (1, tokens), and the borders of its samples.
 
-        ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are (samples + 1,), ``max_length_q`` and ``max_length_k`` the tokens of
-        the longest sample, or of a filled row. In a batch with ``position_ids`` a sample begins wherever these are 0.
-        Raises ``SettingUnavailableError`` for a batch that is not text with a label for each token.
+        ``cu_seq_lens_q`` and ``cu_seq_lens_k`` are (samples + 1,), or longer for filled rows; ``max_length_q`` and
+        ``max_length_k`` the tokens of the longest sample, or of a filled row. In a batch with ``position_ids`` a sample
+        begins wherever these are 0. Raises ``SettingUnavailableError`` for a batch that cannot be joined in one row.
         """
         if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= set(batch):
             raise SettingUnavailableError("a batch has no input_ids and labels; train without padding_free")
@@ -253,8 +253,7 @@ class InOneRow:
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Return a row padded to a multiple of tokens, and the borders of its samples.
 
-        The borders are filled to a fixed number, so that their shape stays the same. ``samples`` is the number of
-        samples in a full batch, if known.
+        The borders are filled up to have few shapes. ``samples``: number in the batch; ``None`` if rows may be packed.
         """
         assert self._multiple is not None
         tokens = len(row["position_ids"])
@@ -281,7 +280,7 @@ def without_first_labels(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class PackedRows(Dataset[dict[str, list[int]]]):
-    """Samples packed in rows of at most so many tokens, each whole; no copy is made of them."""
+    """A dataset of packed rows, each of whole samples. The samples are not copied."""
 
     def __init__(self, samples: Any, rows: Sequence[Sequence[int]]) -> None:
         self._samples = samples
@@ -320,7 +319,7 @@ def best_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
     ``ValueError`` where a sample is longer than a row.
     """
     rows: list[list[int]] = []
-    # Sorted, and which rows have so many tokens left.
+    # The numbers of tokens that are left in some row, sorted; and the rows with each number.
     spaces: list[int] = []
     with_space: dict[int, list[int]] = {}
 

@@ -1,4 +1,4 @@
-"""Compute the logits of a masked language model for the tokens that are predicted alone.
+"""Compute the logits of a masked language model only for the tokens that are predicted.
 
 15 % of the tokens are masked in BERT's pre-training, and only these have a label. The output layers of transformers
 compute logits for all tokens nevertheless: 29 % of RoBERTa's arithmetic at 512 tokens. ModernBERT calls
@@ -30,7 +30,7 @@ POSITIONS = "predicted_positions"
 # Batches have as many positions as the next sixteenth of their tokens, some of them without a label, so that most
 # batches have one shape: kernels are chosen, memory is reserved and CUDA graphs are captured once. A choice.
 _SHARES = 16
-# Logits of fewer tokens may come from another kernel. A choice.
+# Largest difference as a share of the largest logit: logits of fewer tokens may come from another kernel. A choice.
 _ALIKE = 0.05
 
 
@@ -41,7 +41,7 @@ def positions_to_compute(tokens: int, labelled: int) -> int:
 
 
 def with_positions(batch: Any) -> Any:
-    """Return a batch with ``predicted_positions``: tokens with a label, then others to fill up a share.
+    """Return a batch with ``predicted_positions``: tokens with a label, then others up to ``positions_to_compute``.
 
     A batch without labels is left as it is. Raises ``SettingUnavailableError`` for labels that are not one a token.
     """
@@ -84,7 +84,7 @@ def predict_chosen_tokens(model: Any) -> Callable[[], None]:
     model._chosen_tokens = chosen = _Chosen()
     hook = model.base_model.register_forward_hook(chosen.after_encoder)
 
-    # A method, whose state is its model's: of a copy it computes with the copy's weights.
+    # A bound method that reads the state of its own model: a copy of the model computes with the copy's weights.
     @functools.wraps(whole)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         positions = kwargs.pop(POSITIONS, None)
@@ -113,7 +113,7 @@ def predict_labelled_tokens(trainer: Trainer) -> None:
     """Make a ``Trainer`` of a masked language model compute logits only for tokens with a label.
 
     Evaluations compute all logits. Raises ``SettingUnavailableError`` for another kind of model, for a model in which a
-    token's logits depend on the choice of tokens, and where accelerate divides the batches of a streamed dataset.
+    token's logits depend on the choice of tokens, for another loss of the ``Trainer``, and as ``check_undivided`` does.
     """
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     name = type(model).__name__

@@ -53,7 +53,7 @@ def reference_of(candidate: Candidate, baseline: Arm) -> Candidate:
 
 
 def check_can_compare(target: Target) -> None:
-    """Raise ``InvalidRequestError`` where the two trainings would not see the same samples."""
+    """Raise ``InvalidRequestError`` for several ranks, or the user's own dataset: there losses are not compared."""
     if target.best.candidate.arm.ranks > 1:
         raise InvalidRequestError(
             f"the study {target.report.study.name!r} was measured on {target.best.candidate.arm.ranks} ranks, on which "
@@ -69,7 +69,7 @@ def check_can_compare(target: Target) -> None:
 
 
 def compare_losses(target: Target, log_folder: Path) -> Comparison:
-    """Compare the first steps of the winner and of the reference."""
+    """Compare the first steps of the winner and of ``reference_of``. Raises ``TrialServerError`` where that fails."""
     check_can_compare(target)
     candidate, baseline = target.best.candidate, target.report.baseline
     plain = Arm(attn_implementation=candidate.arm.attn_implementation)

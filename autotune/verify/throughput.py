@@ -108,9 +108,9 @@ class Verification:
 
     @property
     def speed(self) -> Interval | None:
-        """The run's mean speed with its interval, without the extra time of new lengths.
+        """The run's mean speed; the interval around it is from stretches less the extra time of new lengths.
 
-        ``None`` where the run failed.
+        The mean has that extra time, as ``promise`` has. ``None`` where the run failed.
         """
         if self.samples_per_second is None:
             return None
@@ -142,7 +142,7 @@ class Verification:
         return self.peak_bytes("allocated" if self.judges_allocated else "reserved")
 
     def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
-        """Return the steps' peak before the evaluation, or a later peak if that exceeds the checkpoint's."""
+        """Return the steps' peak before the evaluation, or the peak at the end if that is above the checkpoint's."""
         peaks = self.obtained.peak_bytes
         if not peaks:
             return None
@@ -282,7 +282,7 @@ def verify(
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:
-    """Return the folder of the study's prepared dataset, preparing an unchanged dataset again if needed."""
+    """Return the folder of the prepared dataset, which is prepared again if it is gone; ``None`` without a dataset."""
     workload = target.workload
     if workload.data is None:
         return None

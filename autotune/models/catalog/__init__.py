@@ -64,7 +64,7 @@ def entries() -> tuple[CatalogEntry, ...]:
 
 @cache
 def _entry_of_name() -> dict[str, CatalogEntry]:
-    """Return entries by all their names, and by lower-case names where these are unambiguous."""
+    """Return entries by all their names, and by these in lower case. A name as it is written has precedence."""
     exact = {name: entry for entry in entries() for name in entry.names}
     return {name.lower(): entry for name, entry in exact.items()} | exact
 
@@ -87,8 +87,8 @@ def near_names(name: str) -> tuple[str, ...]:
         parts = known.split("-")
         for end in range(1, len(parts) + 1):
             beginnings.setdefault("-".join(parts[:end]), []).append(known)
-    # Shorter names first: of names with the same beginning, the plain one is the most likely.
     # With an organisation it is a name on the hub, which has many more models than the catalog.
     near = near_misses(wanted, beginnings, most=_MOST_NEAR, least_ratio=0.8 if "/" in name else 0.6)
+    # Shorter names first: of names with the same beginning, the plain one is the most likely.
     found = dict.fromkeys(known for match in near for known in sorted(beginnings[match], key=len))
     return tuple(_without_organisation(spelling[match]) for match in list(found)[:_MOST_NEAR])

@@ -69,12 +69,12 @@ def _shown(value: Any) -> Any:
 
 
 COLORS = 8
-# Corners of the marks and the turn of the first one, in turns; the mark without corners is a circle.
+# Number of corners of each mark, and the angle of the first in turns. A mark without corners is a circle.
 _SHAPES = ((0, 0.0), (4, 1 / 8), (3, 0.0), (4, 0.0), (5, 0.0))
 _PLOT_HEIGHT = 320.0
 _ROW_HEIGHT = 20.0
 _BAR_HEIGHT = 44.0
-# As many labels of an axis as a phone has room for.
+# Most labels of an axis: as many as a phone has room for.
 _TICKS_ACROSS = 5
 _TICKS_UP = 6
 
@@ -250,7 +250,7 @@ def draw_step_chart(chart: StepChart, rows: Sequence[StepRow]) -> Markup:
 def draw_intervals(axis: str, rows: Sequence[IntervalRow]) -> Markup:
     """Draw a table with a row for each value: label, interval on a common axis, value."""
     low, high = min(row.low for row in rows), max(row.high for row in rows)
-    # So that intervals are visible.
+    # The axis begins near the lowest value, not at 0, so that intervals are visible.
     is_log = high > 2 * low
     margin = 1.05 if is_log else 1 + max(0.01, 0.05 * (high - low) / low)
     across = Scale(low / margin, high * margin, is_log)
@@ -311,7 +311,7 @@ class Chart:
     left_out: int = 0
     """How many marks or rows it leaves out."""
     rows: tuple[tuple[str, ...], ...] = ()
-    """Of the table below it: a swatch, and cells."""
+    """Rows of the table below the drawing: a swatch, then cells."""
     told: str = ""
 
 
