@@ -53,9 +53,9 @@ _KEPT_TOGETHER = re.compile(r"(?<=\d) (?=\()")
 
 
 def broken(text: str, columns: int) -> str:
-    """Return text with lines of at most ``columns``, broken between words and indented.
+    """Return text with its lines wrapped between words to ``columns``; continuation lines are indented by four more.
 
-    A number and its interval stay on one line.
+    A number and its interval stay on one line, and so does a word that is longer than a line.
     """
     lines: list[str] = []
     for line in text.split("\n"):

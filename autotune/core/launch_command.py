@@ -187,9 +187,10 @@ def _split_filled_variables(words: Sequence[str]) -> tuple[dict[str, str], list[
 
 
 def find_command(name: str) -> str | None:
-    """Return the file of a console command, as a shell would find it; ``None`` where there is none.
+    """Return the file of a console command, from ``PATH`` or from the folder of this Python.
 
-    Raises ``InvalidRequestError`` for a command that belongs to another Python, whose packages trials do not have.
+    ``None`` where there is no readable file, and for a path. A command of another Python, whose packages trials do not
+    have, is replaced by that of this Python; raises ``InvalidRequestError`` where this has none.
     """
     beside = os.path.join(os.path.dirname(sys.executable), name)
     # An environment that is not activated has its commands beside its Python alone.

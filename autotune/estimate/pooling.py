@@ -257,7 +257,10 @@ class Pool:
         return Speed(1 / math.exp(mean.mean), processes, mean, following)
 
     def _variance(self, candidate: Candidate) -> Variance:
-        """Return the variance between processes: the prior, updated with repeated candidates of the same kind."""
+        """Return the variance between processes: the prior, updated with repeated candidates of the same kind.
+
+        The more of these there are, the less the prior counts, except for host-bound steps.
+        """
         usual = usual_variance(candidate.arm, self.busy_share(candidate))
         kind = _kind(candidate, self.busy_share(candidate))
         shown = self._shown(kind)

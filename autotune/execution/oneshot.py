@@ -110,10 +110,11 @@ def run_fresh(
     offline: bool,
     variables: Mapping[str, str] | None = None,
 ) -> T:
-    """Run ``python -m module`` on some work and return its decoded answer; leave no process and no file behind.
+    """Run ``python -m module`` on some work and return its decoded answer; leave no process, and no file but its log.
 
     The process sees only the devices of ``placement``, with ``variables`` in its environment. An ``offline`` process
-    never asks the Hugging Face hub. Raises ``TrialServerError`` where no answer comes in time.
+    never asks the Hugging Face hub. Raises ``TrialServerError`` where it cannot be started, or gives no readable answer
+    in time.
     """
     environment = {**server_environment(placement, os.environ, offline=offline), **(variables or {})}
     with OneShot(module, work, environment, log_path) as process:

@@ -167,6 +167,7 @@ class GraphedSteps:
             with self._in_pool_of_graphs():
                 loss = self._run(model, inputs, num_items_in_batch)
             loss = loss.clone()
+        # More than the copy of the loss is left: a replay would overwrite what is still used.
         if torch.cuda.memory_allocated() - before > _LOSS_BYTES:
             self._keeps_memory = self._must_release = True
         return loss

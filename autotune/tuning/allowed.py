@@ -235,10 +235,11 @@ def _check_context_parallel(request: SearchRequest) -> None:
 
 
 def _check_strategies(request: SearchRequest) -> None:
-    """Raise an error for a strategy that the device, the weights or the optimizer do not support."""
+    """Raise an error for a strategy that the GPUs, the weights, the optimizer or another option do not allow."""
     strategies = request.asked_strategies
     if strategies is None:
         return
+    # On one GPU this one is of use as well: it moves the optimizer to the CPU.
     if request.beside and strategies != ("zero2-offload",):
         raise InvalidRequestError(
             f"--strategy {','.join(strategies)} is how several GPUs train together, and --parallel has each trial "

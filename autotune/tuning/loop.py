@@ -482,7 +482,11 @@ class Search:
         self._take(replace(trial.record, outcome=report, seconds=seconds))
 
     def _take(self, ended: TrialRecord) -> None:
-        """Tell plan and observer of a trial that ended. Raise an error where all later trials would fail alike."""
+        """Tell plan and observer of a trial that ended.
+
+        Raise an error where all later trials would fail alike. Drop reused trials where this one shows that their
+        speeds no longer hold.
+        """
         expected = self._history.speed(ended.candidate)
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)

@@ -58,9 +58,10 @@ def why_not_sharded(workload: Workload, layers: Sequence[str], ranks: int = 2) -
 def what_ddp_can_skip(workload: Workload) -> AfterStep:
     """Return the parameters without a gradient after a step, and the buffers that a step changes.
 
-    DDP waits for a gradient of every parameter, unless it searches for unused ones in each step; and it broadcasts all
-    buffers from rank 0 before each step. Returns an ``AfterStep()`` without these where the step cannot be traced. This
-    changes how the process computes attention masks, so call it in a process that ends soon.
+    DDP waits for a gradient of every parameter, unless it searches for unused ones in each step: it can skip the search
+    where none is unused. It broadcasts all buffers from rank 0 before each step: it can skip that where none changes.
+    Returns an ``AfterStep()`` without these where the step cannot be traced. This changes how the process computes
+    attention masks, so call it in a process that ends soon.
     """
     try:
         decide_masks_without_values(padded=workload.padding > 0)
@@ -72,7 +73,7 @@ def what_ddp_can_skip(workload: Workload) -> AfterStep:
             model(**batch).loss.backward()
             after: dict[str, torch.Tensor] = dict(model.named_buffers())
     except Exception:
-        # Some operations need values. DDP then searches and broadcasts, as it does by default.
+        # Some operations need values. DDP then searches and broadcasts, as the Trainer has it do by default.
         traceback.print_exc(file=sys.stderr)
         return AfterStep()
     unused = [name for name, value in model.named_parameters() if value.requires_grad and value.grad is None]

@@ -216,7 +216,7 @@ class StepTimer(StepListener):
         return self._meter.mark()
 
     def step_begins(self) -> None:
-        """Record the arrival of the batches: the time since the last step was spent waiting for data."""
+        """Record the arrival of the step's first batch: the time since the last step was spent waiting for data."""
         self._begin = perf_counter()
         self._marks = [self._meter.mark()]
         is_measured = self.pending is not None and not (self._free and self._free.is_under_way)

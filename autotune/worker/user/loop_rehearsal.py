@@ -75,7 +75,7 @@ class LoopRehearsal(OwnTrial):
         return _NoSteps(self._source.name, accumulation, StepListener())
 
     def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Set up the training loader; it reports the length of the rehearsal's epoch, for loops that rely on it."""
+        """Set up the training loader; its length is that of the rehearsal's epoch, for loops that rely on it."""
         super()._overlay_loader(batch, accumulation=accumulation)
 
         def said(length: Callable[..., int], loader: Any) -> int:
