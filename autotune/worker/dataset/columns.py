@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pyarrow.compute as arrow
 from datasets import ClassLabel
 from pyarrow import types
@@ -56,6 +57,18 @@ def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tup
 def is_string(feature: Any) -> bool:
     """Return whether a column holds text."""
     return getattr(feature, "dtype", None) in ("string", "large_string")
+
+
+def token_counts(lists: Any) -> Any:
+    """Return the lengths of an Arrow column of lists as an array (samples,)."""
+    return arrow.list_value_length(lists).to_numpy().astype(np.int64)
+
+
+def real_counts(masks: Any) -> Any:
+    """Return the numbers of tokens whose attention mask is not 0, as an array (samples,), of an Arrow column."""
+    is_real = arrow.list_flatten(masks).to_numpy() != 0
+    samples = np.repeat(np.arange(len(masks)), token_counts(masks))
+    return np.bincount(samples[is_real], minlength=len(masks))
 
 
 def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> None:

@@ -32,6 +32,8 @@ from autotune.worker.dataset.columns import (
     find_text_columns,
     is_string,
     read_labels,
+    real_counts,
+    token_counts,
 )
 from autotune.worker.dataset.prepared import (
     IMAGE,
@@ -127,9 +129,9 @@ class _Reading:
             labels, num_labels = read_labels(dataset, self._spec)
             tokenized = tokenized.add_column("labels", labels)
         self._check_vocabulary(tokenized, made_before=made_before)
-        lengths = _token_counts(tokenized, _TOKENS)
-        real = _real_counts(tokenized) if _MASK in tokenized.column_names else lengths
-        targets = _token_counts(tokenized, "labels") if is_seq2seq else None
+        lengths = token_counts(tokenized.data.column(_TOKENS))
+        real = real_counts(tokenized.data.column(_MASK)) if _MASK in tokenized.column_names else lengths
+        targets = token_counts(tokenized.data.column("labels")) if is_seq2seq else None
         tokenized.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         tokenizer.save_pretrained(str(self._folder / TOKENIZER_FOLDER))
         if targets is not None:
@@ -205,20 +207,20 @@ class _Reading:
         check_holds_tokens(dataset, self._spec, _TOKENS, "name a column of text with --text-column")
         if target is not None:
             check_holds_tokens(dataset, self._spec, target, "name another with --label-column")
-        raw = _token_counts(dataset, _TOKENS)
+        raw = token_counts(dataset.data.column(_TOKENS))
         each_token = [name for name in (_MASK, own) if name is not None and _is_of_lists(dataset, name)]
         for name in each_token:
             check_holds_tokens(dataset, self._spec, name, "remove the column")
-            if (_token_counts(dataset, name) != raw).any():
+            if (token_counts(dataset.data.column(name)) != raw).any():
                 raise InvalidRequestError(
                     f"--dataset {self._spec.label}: {name!r} has not one value for each token of {_TOKENS!r}",
                     "make both with the same truncation and padding, or remove the column",
                 )
-        is_padded = _MASK in each_token and bool((_real_counts(dataset) < raw).any())
+        is_padded = _MASK in each_token and bool((real_counts(dataset.data.column(_MASK)) < raw).any())
         stripped = kept if is_padded and packs else []
         if is_padded:
             kept = [*kept, _MASK]
-            raw = _real_counts(dataset)
+            raw = real_counts(dataset.data.column(_MASK))
         if (raw == 0).any():
             raise InvalidRequestError(
                 f"--dataset {self._spec.label} holds samples without tokens", "remove them from the dataset"
@@ -312,18 +314,6 @@ class _Reading:
         plain = plain.add_column("labels", labels)
         plain.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         return DataFacts(len(labels), num_labels)
-
-
-def _token_counts(dataset: Any, column: str) -> Any:
-    """Return the lengths of a column of lists as an array (samples,)."""
-    return arrow.list_value_length(dataset.data.column(column)).to_numpy().astype(np.int64)
-
-
-def _real_counts(dataset: Any) -> Any:
-    """Return the numbers of tokens whose attention mask is not 0, as an array (samples,)."""
-    is_real = arrow.list_flatten(dataset.data.column(_MASK)).to_numpy() != 0
-    samples = np.repeat(np.arange(len(dataset)), _token_counts(dataset, _MASK))
-    return np.bincount(samples[is_real], minlength=len(dataset))
 
 
 def _is_of_lists(dataset: Any, column: str) -> bool:

@@ -88,13 +88,13 @@ def read_lengths(dataset: Any, indices: Iterable[int], most_seconds: float) -> d
     Padding is left out where there is a mask.
     """
     columns = [name for name in (_IDS, _MASK) if name in (getattr(dataset, "column_names", None) or ())]
-    read = _each_length(dataset, indices)
+    is_stored = False
     if hasattr(dataset, "select_columns") and _IDS in columns:
         # Other columns may be images.
         dataset = dataset.select_columns(columns)
         # A transform may make other tokens of the columns.
         is_stored = getattr(dataset, "format", {}).get("type", "custom") != "custom"
-        read = _stored_lengths(dataset, columns[-1], indices) if is_stored else _each_length(dataset, indices)
+    read = _stored_lengths(dataset, columns[-1], indices) if is_stored else _each_length(dataset, indices)
     end, found = time.monotonic() + most_seconds, dict[int, int]()
     # Whatever their data may raise: the loader has had other samples.
     with contextlib.suppress(Exception):
@@ -117,17 +117,12 @@ def _each_length(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[int, in
 
 def _stored_lengths(dataset: Any, column: str, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
     """Yield the index and number of tokens of each sample, from a ``datasets.Dataset``'s column of tokens or masks."""
-    import numpy as np
-    from pyarrow import compute
+    from autotune.worker.dataset.columns import real_counts, token_counts
 
     table, left = dataset.with_format("arrow"), iter(indices)
+    count = real_counts if column == _MASK else token_counts
     while block := list(itertools.islice(left, _BLOCK)):
-        lists = table[block][column]
-        tokens = compute.list_value_length(lists).to_numpy()
-        if column == _MASK:
-            is_real = compute.list_flatten(lists).to_numpy() != 0
-            tokens = np.bincount(np.repeat(np.arange(len(block)), tokens)[is_real], minlength=len(block))
-        yield from zip(block, tokens.tolist(), strict=True)
+        yield from zip(block, count(table[block][column]).tolist(), strict=True)
 
 
 def _real_lengths(batch: Mapping[str, Any]) -> list[int]:
