@@ -29,21 +29,23 @@ def most_free_steps(candidate: Candidate) -> int:
 
 
 class FreeSteps:
-    """Steps after the timed ones of a candidate whose host goes on while the GPU computes."""
+    """Steps after the timed ones of a candidate whose host goes on while the GPU computes; none of another."""
 
-    def __init__(self) -> None:
-        self._steps = self._times_begun = 0
+    def __init__(self, candidate: Candidate) -> None:
+        self._left = _MOST_BEGUN if candidate.arm.non_blocking else 0
+        """How often they may be begun."""
+        self._steps = 0
         self._began = 0.0
         self._tokens: list[float] = []
         self.is_under_way = False
 
     def begin(self, measured: Measurement) -> bool:
-        """Begin the free steps, or begin them again; return ``False`` after ``_MOST_BEGUN`` times.
+        """Begin the free steps, or begin them again; return ``False`` after ``_MOST_BEGUN`` times, or if there are none.
 
         The device has to be idle.
         """
-        self._times_begun += 1
-        self.is_under_way = self._times_begun <= _MOST_BEGUN
+        self.is_under_way = self._left > 0
+        self._left -= 1
         steps = math.ceil(_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
         self._steps = min(_MOST, max(_FEWEST, steps))
         self._tokens = []

@@ -190,7 +190,7 @@ class StepTimer(StepListener):
         self._warmup_steps = effort.warmup_steps
         self._busy = busy
         self._busy_steps = 0
-        self._free: FreeSteps | None = FreeSteps() if candidate.arm.non_blocking else None
+        self._free = FreeSteps(candidate)
         self._is_profiled = False
         self.is_finished = False
         """Whether enough was measured, so that the training may stop."""
@@ -219,7 +219,7 @@ class StepTimer(StepListener):
         """Record the arrival of the step's first batch: the time since the last step was spent waiting for data."""
         self._begin = perf_counter()
         self._marks = [self._meter.mark()]
-        is_measured = self.pending is not None and not (self._free and self._free.is_under_way)
+        is_measured = self.pending is not None and not self._free.is_under_way
         self._is_profiled = is_measured and not (self._shapes and self._shapes.new)
         if self._is_profiled and self._busy is not None:
             self._busy.step_begins()
@@ -234,8 +234,8 @@ class StepTimer(StepListener):
         """Record the step, and stop the training once enough was measured."""
         self._marks += marks
         self._wait_seconds = wait_seconds
-        if self._free is not None and self._free.is_under_way and self.pending is not None:
-            self._end_free(self._free, self.pending)
+        if self._free.is_under_way and self.pending is not None:
+            self._end_free(self.pending)
             return
         self._meter.synchronize()
         end = perf_counter()
@@ -310,15 +310,15 @@ class StepTimer(StepListener):
         self._on_step(self._steps_seen)
 
     def _begin_free(self, measured: Measurement) -> None:
-        """Begin the free steps, if the candidate has any; otherwise the timed steps are the measurement."""
-        if self._free is not None:
-            self._meter.synchronize()
-            self._saving_seconds = 0.0
-            if self._free.begin(measured):
-                return
-        self._finish_unless_profiled(measured)
+        """Begin the free steps, if the candidate has any; otherwise the timed steps are the measurement.
 
-    def _end_free(self, free: FreeSteps, measured: Measurement) -> None:
+        The device has to be idle.
+        """
+        self._saving_seconds = 0.0
+        if not self._free.begin(measured):
+            self._finish_unless_profiled(measured)
+
+    def _end_free(self, measured: Measurement) -> None:
         """Record a free step; after the last, scale the measured times to those of the free steps."""
         new, tokens = self._end_batches()
         self._step_is_over()
@@ -326,10 +326,10 @@ class StepTimer(StepListener):
         if new:
             # The extra time of the new shapes is not known, so the free steps begin again.
             self._begin_free(measured)
-        elif free.ends(tokens):
+        elif self._free.ends(tokens):
             self._meter.synchronize()
             timed = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
-            self.pending = free.measured(measured, timed, self._saving_seconds)
+            self.pending = self._free.measured(measured, timed, self._saving_seconds)
             self._finish_unless_profiled(self.pending)
 
     def _finish_unless_profiled(self, measured: Measurement) -> None:
@@ -417,7 +417,7 @@ class StepTimer(StepListener):
         self._end_batches()
         self.checks.step_is_dropped()
         self.start_clock()
-        if self._free is not None and self._free.is_under_way and self.pending is not None:
+        if self._free.is_under_way and self.pending is not None:
             self._begin_free(self.pending)
 
     def _timed_step(self, end: float) -> _Step:
