@@ -40,7 +40,7 @@ class FreeSteps:
         self.is_under_way = False
 
     def begin(self, measured: Measurement) -> bool:
-        """Begin the free steps, or begin them again; return ``False`` after ``_MOST_BEGUN`` times, or if there are none.
+        """Begin the free steps, or begin them again; return ``False`` after ``_MOST_BEGUN`` times, or without any.
 
         The device has to be idle.
         """
