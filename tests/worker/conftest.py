@@ -14,7 +14,7 @@ from tiny import tiny_workload
 
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.device import Device
-from autotune.worker.trial import free_steps, measure
+from autotune.worker.trial import measure
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """The time that a step timer sees."""
     fake = FakeClock()
-    for module in (measure, free_steps):
-        monkeypatch.setattr(module, "perf_counter", fake.perf_counter)
+    monkeypatch.setattr(measure, "perf_counter", fake.perf_counter)
     return fake
 
 

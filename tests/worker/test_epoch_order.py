@@ -1,5 +1,6 @@
 """Test that the steps of a trial of one's own stand for an epoch of the training's own order."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from autotune.core.placement import RankDevices
 from autotune.core.scratch import Scratch
 from autotune.core.training_source import find_trainer
 from autotune.core.workload import Workload
+from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.meter import CpuMeter
 from autotune.worker.user.samples import SpreadSampler, can_spread, spread_loader
 from autotune.worker.user.trainer_code import Overlay
@@ -32,15 +34,57 @@ def test_any_number_of_steps_is_spread_over_the_epoch() -> None:
         assert sum(step[0] for step in steps[:count]) / count == pytest.approx(198, rel=0.15)
 
 
-def test_the_longest_come_first_and_groups_of_steps_come_twice_also_over_epochs() -> None:
-    sampler = SpreadSampler(SequentialSampler(range(20)), 2, 4, longest=(17, 3), longest_steps=2, visits=2)
-    order = [*sampler, *sampler, *sampler]
+class Ended(BatchShapes):
+    """Steps that end as told."""
+
+    def end(self, *, had_new: bool) -> None:
+        self.new = float(had_new)
+        self.end_step()
+
+
+def test_the_longest_come_first_and_a_step_with_new_shapes_comes_again() -> None:
+    """A step is drawn before the one before it ends."""
+    shapes = Ended(settles=2)
+    sampler = SpreadSampler(SequentialSampler(range(20)), 2, 4, longest=(17, 3), longest_steps=2, shapes=shapes)
+    drawn: list[list[int]] = []
+    samples = itertools.chain.from_iterable(sampler for _ in range(3))
+
+    def draw() -> list[int]:
+        drawn.append(list(itertools.islice(samples, 4)))
+        return drawn[-1]
+
     assert len(sampler) == 20
-    steps = [order[at : at + 4] for at in range(0, len(order), 4)]
-    assert [step[::2] for step in steps[:2]] == [[17, 3], [17, 3]], "one in each micro-batch"
-    assert steps[2:5] == steps[5:8]
-    assert steps[8:10] == steps[10:12], "the last group has what is left"
-    assert sorted(step[0] for step in steps[2:12:1])[::2] == [0, 4, 8, 12, 16]
+    assert [draw()[::2], draw()[::2]] == [[17, 3], [17, 3]], "one in each micro-batch"
+    shapes.end(had_new=True)
+    first = draw()
+    shapes.end(had_new=True)
+    second = draw()
+    shapes.end(had_new=True)
+    assert draw() == first
+    shapes.end(had_new=False)
+    third = draw()
+    shapes.end(had_new=True)
+    assert draw() == first
+    shapes.end(had_new=True)
+    assert draw() == third
+    shapes.end(had_new=True)
+    fourth, fifth = draw(), draw()
+    assert sorted(step[0] for step in (first, second, third, fourth, fifth)) == [0, 4, 8, 12, 16], "not a third time"
+
+
+def test_a_step_comes_again_in_the_next_epoch_too() -> None:
+    """Two samples are left over after the whole steps of an epoch."""
+    shapes = Ended(settles=1)
+    sampler = SpreadSampler(SequentialSampler(range(10)), 2, 4, shapes=shapes)
+    epoch = list(sampler)
+    assert [step[0] for step in (epoch[:4], epoch[4:8], epoch[8:])] == [4, 0, 0]
+    for had_new in (False, False, True):
+        shapes.end(had_new=had_new)
+    again = iter(sampler)
+    first, second = list(itertools.islice(again, 4)), list(itertools.islice(again, 4))
+    assert {first[0], second[0]} == {0, 4}, "not what was left over"
+    shapes.end(had_new=True)
+    assert list(itertools.islice(sampler, 4)) == first
 
 
 def test_several_of_the_longest_come_together_where_a_row_takes_them_all() -> None:
@@ -131,10 +175,10 @@ def test_a_trial_of_ones_own_is_of_the_whole_epoch(tmp_path: Path) -> None:
 def test_what_new_shapes_take_is_part_of_the_promise_on_a_gpu(tmp_path: Path) -> None:
     """All of it but the GPU: the meter is the CPU's."""
     measured, lengths = measured_on(tmp_path, "cuda", max_steps=7)
-    assert lengths[2::2] == [22, 32, 13] * 2 + [37, 8, 27, 37]
+    assert lengths[2::2] == [22, 32, 22, 32, 13, 37, 13, 37]
     assert len(measured.step_seconds_each) == 4
     assert (measured.run_steps, measured.run_epochs) == (7, None)
-    assert measured.shapes_seen == 7
+    assert measured.shapes_seen == 5
     assert measured.run_shapes is not None
     assert 7 <= measured.run_shapes <= 14, "two micro-steps in each of seven steps, of 40 lengths"
     assert measured.new_shape_seconds is not None

@@ -29,25 +29,27 @@ class BatchShapes:
     """
 
     def __init__(self, *, settles: int) -> None:
-        self._settles = settles
+        self.settles = settles
         self._seen: Counter[Hashable] = Counter()
         self._tokens: list[int] = []
         self.new = 0.0
         """Number of new shapes in this step: each micro-batch with a new shape adds 1 / ``settles``."""
+        self.ended: list[bool] = []
+        """Whether each step so far had new shapes."""
 
     def take(self, batch: Any) -> None:
         """Record a batch before the step trains on it."""
         shapes = {place: tuple(array.shape) for place, array in arrays_by_place(batch)}
         key = tuple(shapes.items())
-        if self._seen[key] < self._settles:
-            self.new += 1 / self._settles
+        if self._seen[key] < self.settles:
+            self.new += 1 / self.settles
         self._seen[key] += 1
         rows = [shape for place, shape in shapes.items() if place.endswith("input_ids") and len(shape) == 2]
         self._tokens.append(rows[0][0] * rows[0][1] if rows else 0)
 
     def take_capture(self) -> None:
         """Count a CUDA graph capture in this step as a micro-batch with a new shape, unless one is counted already."""
-        self.new = max(self.new, 1 / max(1, self._settles))
+        self.new = max(self.new, 1 / max(1, self.settles))
 
     @property
     def count(self) -> int:
@@ -60,6 +62,7 @@ class BatchShapes:
         Padding counts.
         """
         ended = self.new, statistics.fmean(self._tokens) if self._tokens else 0.0
+        self.ended.append(self.new > 0)
         self.new, self._tokens = 0.0, []
         return ended
 

@@ -7,20 +7,18 @@ steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import perf_counter
+from typing import Any
 
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Measurement
 from autotune.worker.trial.batch_shapes import Timed, expected_seconds
 
-# Seconds that free steps take together, about, and their least and largest number. The first step begins with an idle
-# GPU, which takes 4 ms of 9 ms with distilbert (H200). Choices.
+# Seconds that free steps take together, about, and their least and largest number. Choices.
 _SECONDS, _FEWEST, _MOST = 1.0, 4, 100
-# Free steps are begun at most so often: again after a step with new shapes, or one that the end of the data cuts short.
-# A choice.
-_MOST_BEGUN = 4
+# Free steps end after so many times the steps that are wanted, however many had new shapes. A choice.
+_PATIENCE = 3
 
 
 def most_free_steps(candidate: Candidate) -> int:
@@ -32,40 +30,50 @@ class FreeSteps:
     """Steps after the timed ones of a candidate whose host goes on while the GPU computes; none of another."""
 
     def __init__(self, candidate: Candidate) -> None:
-        self._left = _MOST_BEGUN if candidate.arm.non_blocking else 0
-        """How often they may be begun."""
-        self._steps = 0
-        self._began = 0.0
-        self._tokens: list[float] = []
-        self.is_under_way = False
+        self._most = most_free_steps(candidate)
+        self._wanted = 0
+        self._left = 0
+        self._previous: Any = None
+        """Mark at the end of the step before; ``None`` where the next step cannot be timed."""
+        self._known: list[tuple[Any, Any, float]] = []
+        """Marks at the begin and end of each step that counts, and its tokens."""
 
-    def begin(self, measured: Measurement) -> bool:
-        """Begin the free steps, or begin them again; return ``False`` after ``_MOST_BEGUN`` times, or without any.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether free steps have begun and are not all run."""
+        return self._left > 0 and len(self._known) < self._wanted
 
-        The device has to be idle.
-        """
-        self.is_under_way = self._left > 0
-        self._left -= 1
+    def begin(self, measured: Measurement) -> None:
+        """Begin the free steps, if the candidate has any. The first is not timed, since it begins with an idle GPU."""
         steps = math.ceil(_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
-        self._steps = min(_MOST, max(_FEWEST, steps))
-        self._tokens = []
-        self._began = perf_counter()
-        return self.is_under_way
+        self._wanted = min(self._most, max(_FEWEST, steps))
+        self._left = min(self._most, _PATIENCE * self._wanted)
 
-    def ends(self, tokens: float) -> bool:
-        """Record the end of a step with so many tokens; return whether it is the last."""
-        self._tokens.append(tokens)
-        self.is_under_way = len(self._tokens) < self._steps
-        return not self.is_under_way
+    def ends(self, mark: Any, tokens: float, *, is_known: bool) -> None:
+        """Record the end of a step with so many tokens. It is timed if ``is_known``: without new shapes or a save."""
+        if is_known and self._previous is not None:
+            self._known.append((self._previous, mark, tokens))
+        self._previous = mark
+        self._left -= 1
 
-    def measured(self, measured: Measurement, timed: Sequence[Timed], saving_seconds: float) -> Measurement:
+    def drops(self) -> None:
+        """Record a step that does not count: the next one cannot be timed either."""
+        self._previous = None
+        self._left -= 1
+
+    def measured(
+        self, measured: Measurement, timed: Sequence[Timed], seconds_between: Callable[[Any, Any], float]
+    ) -> Measurement:
         """Return the measurement of ``timed`` steps, with its times scaled to those of the free steps.
 
         The device has to have finished the last free step. The saved time is first subtracted from the wait for data,
-        since a host that goes on loads data meanwhile. The cost of new shapes and the energy of a sample stay.
+        since a host that goes on loads data meanwhile. The cost of new shapes and the energy of a sample stay. Fewer
+        than ``_FEWEST`` free steps that count change nothing.
         """
-        seconds = perf_counter() - self._began - saving_seconds
-        ratio = seconds / expected_seconds(timed, self._tokens)
+        if len(self._known) < _FEWEST:
+            return measured
+        seconds = sum(seconds_between(begin, end) for begin, end, _ in self._known)
+        ratio = seconds / expected_seconds(timed, [tokens for *_, tokens in self._known])
         steady = measured.steady_step_seconds or measured.step_seconds
         saved = steady * (1 - ratio)
         step_seconds = measured.step_seconds - saved

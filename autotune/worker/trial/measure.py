@@ -235,7 +235,7 @@ class StepTimer(StepListener):
         self._marks += marks
         self._wait_seconds = wait_seconds
         if self._free.is_under_way and self.pending is not None:
-            self._end_free(self.pending)
+            self._end_free(self.pending, marks[1])
             return
         self._meter.synchronize()
         end = perf_counter()
@@ -278,7 +278,9 @@ class StepTimer(StepListener):
         self._step_is_over()
         if is_timed and self._enough():
             self.pending = self.measurement()
-            self._begin_free(self.pending)
+            self._free.begin(self.pending)
+            if not self._free.is_under_way:
+                self._finish_unless_profiled(self.pending)
         elif self._is_warm:
             self.checks.begin_timed()
             self.start_clock()
@@ -309,28 +311,23 @@ class StepTimer(StepListener):
         self._held.append(self._meter.allocated_bytes())
         self._on_step(self._steps_seen)
 
-    def _begin_free(self, measured: Measurement) -> None:
-        """Begin the free steps, if the candidate has any; otherwise the timed steps are the measurement.
-
-        The device has to be idle.
-        """
-        self._saving_seconds = 0.0
-        if not self._free.begin(measured):
-            self._finish_unless_profiled(measured)
-
-    def _end_free(self, measured: Measurement) -> None:
-        """Record a free step; after the last, scale the measured times to those of the free steps."""
+    def _end_free(self, measured: Measurement, mark: Any) -> None:
+        """Record a free step that ends at ``mark``."""
         new, tokens = self._end_batches()
         self._step_is_over()
         self.checks.step_is_dropped()
-        if new:
-            # The extra time of the new shapes is not known, so the free steps begin again.
-            self._begin_free(measured)
-        elif self._free.ends(tokens):
-            self._meter.synchronize()
-            timed = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
-            self.pending = self._free.measured(measured, timed, self._saving_seconds)
-            self._finish_unless_profiled(self.pending)
+        self._free.ends(mark, tokens, is_known=not new and not self._saving_seconds)
+        self._saving_seconds = 0.0
+        self._finish_free(measured)
+
+    def _finish_free(self, measured: Measurement) -> None:
+        """After the last free step, scale the measured times to those of the free steps."""
+        if self._free.is_under_way:
+            return
+        self._meter.synchronize()
+        timed = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
+        self.pending = self._free.measured(measured, timed, self._meter.seconds_between)
+        self._finish_unless_profiled(self.pending)
 
     def _finish_unless_profiled(self, measured: Measurement) -> None:
         """End the measuring, unless steps are profiled first."""
@@ -409,7 +406,7 @@ class StepTimer(StepListener):
                 self._marks = [self._meter.mark()]
 
     def step_is_dropped(self) -> None:
-        """Discard the step that ends, and start the clock of the next one. Free steps begin again."""
+        """Discard the step that ends, and start the clock of the next one."""
         self._saving_seconds = 0.0
         if self._is_profiled and self._busy is not None:
             self._busy.stop()
@@ -418,7 +415,8 @@ class StepTimer(StepListener):
         self.checks.step_is_dropped()
         self.start_clock()
         if self._free.is_under_way and self.pending is not None:
-            self._begin_free(self.pending)
+            self._free.drops()
+            self._finish_free(self.pending)
 
     def _timed_step(self, end: float) -> _Step:
         """Return the times of the step that ended at ``end``, and clear what was recorded of it."""

@@ -231,8 +231,6 @@ class Trial:
         # new to it, as kernels are chosen, compiled and loaded.
         settles = 0 if self._device_kind != "cuda" else EAGER_MICRO_STEPS + 1 if work.candidate.arm.cuda_graphs else 1
         self._shapes = BatchShapes(settles=settles)
-        self._visits = 1 + settles
-        """How often a step with new shapes is run, until its shapes are known."""
         self._send = send
         self._phases = Phases(send)
         self._meter: Meter
@@ -459,7 +457,7 @@ class Trial:
             self._worst_steps,
             self._effort.warmup_steps - self._worst_steps,
             most_steps(candidate, self._effort, are_alike=False) - self._effort.warmup_steps,
-            visits=self._visits if dataset.makes_new_shapes else 1,
+            visits=1 + self._shapes.settles if dataset.makes_new_shapes else 1,
             ranks=candidate.arm.data_parallel,
             joins=candidate.arm.padding_free,
             groups=candidate.arm.train_sampling_strategy is not None,

@@ -295,7 +295,7 @@ class OwnTrial(Trial):
             arm.dataloader_prefetch_factor,
             least_batches=least_batches,
             accumulation=accumulation,
-            on_made=functools.partial(spread_loader, accumulation=accumulation, visits=self._visits),
+            on_made=functools.partial(spread_loader, accumulation=accumulation, shapes=self._shapes),
         ).install()
 
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:

@@ -12,7 +12,8 @@ from typing import Any
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from autotune.core.lengths import MOST_SAMPLES, Order, SampleLengths
-from autotune.worker.dataset.prepared import GROUP, spread_positions
+from autotune.worker.dataset.prepared import spread_positions
+from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.user.loader_overlay import batch_of
 
 # All samples are read where that is quick: trials then meet the longest. A dataset may make each as it is asked for, so
@@ -160,20 +161,24 @@ class SpreadSampler:
     """Yields the samples of another sampler, step by step in an order that stands for an epoch at any time.
 
     The first ``longest_steps`` steps have ``longest_each`` of the ``longest`` samples in each micro-batch, so that they
-    reach the peak of memory. Then groups of steps follow, each ``visits`` times, so that the last visit meets no new
-    shapes. A new iteration goes on where the last one stopped, also in the next epoch.
+    reach the peak of memory. A later step that met new ``shapes`` is run again, until its shapes are known. A new
+    iteration goes on where the last one stopped, also in the next epoch.
     """
 
     def __init__(
         self, sampler: Any, batch: int, step_samples: int, *, longest: Sequence[int] = (), longest_steps: int = 0,
-        longest_each: int = 1, visits: int = 1,
+        longest_each: int = 1, shapes: BatchShapes | None = None,
     ) -> None:  # fmt: skip
         self._sampler = sampler
         self._batch = batch
         self._step_samples = step_samples
         self._longest = itertools.cycle(longest) if longest else None
         self._longest_steps, self._longest_each = longest_steps, longest_each
-        self._visits = visits
+        self._shapes = shapes or BatchShapes(settles=0)
+        self._drawn: list[tuple[Sequence[int], int]] = []
+        """Samples of each step that is not known to have ended, or is the latest, and how often it may be run again."""
+        self._ended = len(self._shapes.ended)
+        """Number of ended steps that were looked at."""
         self._endless = self._spread_indices()
 
     def __len__(self) -> int:
@@ -183,7 +188,9 @@ class SpreadSampler:
         # What is left of an epoch after its whole steps would put all later steps between two of the order.
         whole = len(self) // self._step_samples * self._step_samples
         yield from itertools.islice(self._endless, whole)
-        yield from itertools.islice(self._sampler, len(self) - whole)
+        if whole < len(self):
+            self._drawn.append(((), 0))
+            yield from itertools.islice(self._sampler, len(self) - whole)
 
     def _spread_indices(self) -> Iterator[int]:
         """Yield sample indices until the sampler has none; see the class for their order."""
@@ -195,12 +202,27 @@ class SpreadSampler:
             spread = [steps[place] for place in places]
             for step in itertools.islice(itertools.cycle(spread), left):
                 assert self._longest is not None
+                self._drawn.append(((), 0))
                 for at, one in enumerate(step):
                     yield next(self._longest) if at % self._batch < self._longest_each else one
             left = 0
-            for at in range(0, len(spread), GROUP):
-                for step in spread[at : at + GROUP] * self._visits:
-                    yield from step
+            for step in spread:
+                for again, times in self._with_new_shapes():
+                    self._drawn.append((again, times - 1))
+                    yield from again
+                self._drawn.append((step, self._shapes.settles))
+                yield from step
+
+    def _with_new_shapes(self) -> Iterator[tuple[Sequence[int], int]]:
+        """Yield the ended steps that had new shapes, with how often each may be run again, in the order of their end.
+
+        Batches are drawn before earlier ones are trained on, so a step ends some steps after it was drawn.
+        """
+        while self._drawn and self._ended < len(self._shapes.ended):
+            step, times = self._drawn.pop(0)
+            self._ended += 1
+            if self._shapes.ended[self._ended - 1] and times:
+                yield step, times
 
 
 def spread_loader(loader: Any, accumulation: int, **options: Any) -> None:

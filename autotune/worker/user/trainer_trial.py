@@ -227,7 +227,7 @@ class TrainerTrial(OwnTrial):
                 longest=lengths.longest_samples if lengths is not None else (),
                 longest_steps=self._effort.warmup_steps,
                 longest_each=run.long_samples,
-                visits=self._visits if lengths is None or lengths.vary else 1,
+                shapes=self._shapes,
             )
 
         change_train_sampler(trainer, spread)
