@@ -23,7 +23,7 @@ from autotune.core.rehearsal import Evaluation, LastStep, LongestBatch, Part, Re
 from autotune.worker.arrays import cut
 from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
-from autotune.worker.trial.meter import growth_of, most_host_bytes
+from autotune.worker.trial.meter import growth_of
 from autotune.worker.trial.training_watch import Listener, StepListener, TrainingWatch
 from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of, key_of
@@ -321,7 +321,7 @@ class LoopParts(Parts, Listener):
         if peak <= self._work.line_bytes:
             self._fitting = max(self._fitting, self._parts_given[used - 1])
         whole = self._parts_given[:used].count(self._rows)
-        host = 0 if self._is_on_cpu else most_host_bytes() or 0
+        host = self._host_peak()
         if whole:
             self._trim()
             self._held.append(self._meter.allocated_bytes())

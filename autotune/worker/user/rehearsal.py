@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
 from autotune.core.messages import TrialWork
-from autotune.core.outcome import Effort, Failed, OutOfMemory
+from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.rehearsal import (
     Evaluation,
     HostUse,
@@ -45,7 +45,7 @@ from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
 from autotune.worker.user.samples import read_lengths
 from autotune.worker.user.trainer_fields import generates
-from autotune.worker.user.trainer_trial import TrainerTrial
+from autotune.worker.user.trainer_trial import TrainerTrial, prevent_side_actions
 
 # Fewest and most steps before the parts; memory growth is computed over them. The optimizer has its state after two.
 # Choices.
@@ -73,6 +73,10 @@ class Parts:
         self._began = time.monotonic()
         self._unknown: list[str] = []
         self._found = Rehearsal(line_bytes=work.line_bytes)
+
+    def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
+        """End the process after an error, and report the part in which it arose."""
+        raise NotImplementedError
 
     def finish(self, **found: Any) -> NoReturn:
         """End the process with the results."""
@@ -106,13 +110,33 @@ class Parts:
         self._trim()
         self._meter.reset_peaks()
 
+    def _host_peak(self) -> int:
+        """Return this process's peak in the host's memory; 0 on the CPU, where the device's peak is that."""
+        return 0 if self._is_on_cpu else most_host_bytes() or 0
+
+
+def trial_of(work: RehearsalWork) -> TrialWork:
+    """Return the trial that is gone on from in a rehearsal."""
+    return TrialWork(
+        work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified, work.data_folder
+    )
+
+
+def end_by_outcome(parts: Parts | None, outcome: Outcome, answer: Answer) -> NoReturn:
+    """End a rehearsal whose trial ended by itself; ``parts`` are ``None`` where it had not begun to train."""
+    why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
+    if parts is not None:
+        parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
+    answer(Rehearsal(problem=why))
+
 
 def rehearse_by_name(
     workload: Workload, work: RehearsalWork, scratch: Scratch, answer: Answer, ranks: Ranks
 ) -> NoReturn:
     """Rehearse a model by name on several ranks, and end the process with the results."""
-    trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, data_folder=work.data_folder)
-    NamedRehearsal(work, answer, workload, trial, scratch, lambda _: None, ranks).run_and_end()
+    rehearsal = NamedRehearsal(work, answer, workload, trial_of(work), scratch, lambda _: None, ranks)
+    outcome = rehearsal.run()
+    end_by_outcome(rehearsal.parts, outcome, answer)
 
 
 class NamedRehearsal(Trial):
@@ -123,14 +147,6 @@ class NamedRehearsal(Trial):
     def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
         super().__init__(*args)
         self._work, self._answer = work, answer
-
-    def run_and_end(self) -> NoReturn:
-        """Train, and end the process with the results."""
-        outcome = self.run()
-        why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
-        if self.parts is not None:
-            self.parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
-        self._answer(Rehearsal(problem=why))
 
     def _prepare(self, trainer: Any) -> None:
         """Add the callback that runs the parts after two steps. The evaluation gets some of the training's samples."""
@@ -221,7 +237,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the memory after each step; run the parts after the last."""
-        control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
+        prevent_side_actions(control)
         self._trim()
         self._held.append(self._meter.allocated_bytes())
         self._tree.read(always=True)
@@ -250,7 +266,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Prevent logging, evaluation and saving between epochs."""
-        control.should_log = control.should_evaluate = control.should_save = control.should_training_stop = False
+        prevent_side_actions(control)
 
     def _guarded(self, name: str, part: Callable[[], Any]) -> Any:
         """Return the result of a part; ``None`` where the user's code raised, which is recorded."""
@@ -266,18 +282,20 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
 
     def _host(self) -> HostUse | None:
         """Return the host memory of all processes; ``None`` if a rank started no other process, or without a limit."""
-        if self._tree.processes == 1:
-            return None
-        trainer, batches, ranks = self._trainer, length(self._loader), self._ranks.count
         limit = self._work.line_bytes if self._is_on_cpu else self._work.host_bytes
-        steps = None if batches is None else batches // trainer.args.gradient_accumulation_steps
-        if limit is None:
+        if self._tree.processes == 1 or limit is None:
             return None
-        copied = trainer.args.dataloader_num_workers * self._tree.first_bytes
-        growth, tree = self._tree.growth(), self._tree
-        grows = None if growth is None else growth * ranks
+        args, batches, ranks = self._trainer.args, length(self._loader), self._ranks.count
+        growth = self._tree.growth()
         # Ranks load their data alike.
-        return HostUse(tree.most_bytes * ranks, grows, tree.processes * ranks, limit, steps, copied * ranks)
+        return HostUse(
+            self._tree.most_bytes * ranks,
+            None if growth is None else growth * ranks,
+            self._tree.processes * ranks,
+            limit,
+            None if batches is None else batches // args.gradient_accumulation_steps,
+            args.dataloader_num_workers * self._tree.first_bytes * ranks,
+        )
 
     # The batch of the longest samples
 
@@ -314,51 +332,51 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
 
     def _evaluation(self) -> Evaluation | None:
         """Return the memory of an evaluation, with smaller settings if it does not fit; ``None`` without samples."""
-        sets = self._trainer.eval_dataset
+        sets, args = self._trainer.eval_dataset, self._trainer.args
         if sets is None:
             return None
-        sets = sets if isinstance(sets, Mapping) else {"eval": sets}
-        largest = max(sets.values(), key=lambda each: length(each) or 0)
-        args, line, host_line = self._trainer.args, self._work.line_bytes, self._work.host_bytes
-        samples = length(largest)
+        data = max(sets.values(), key=lambda each: length(each) or 0) if isinstance(sets, Mapping) else sets
+        samples = length(data)
         args.per_device_eval_batch_size = self._work.evaluation_batch or args.per_device_eval_batch_size
-        asked, steps = args.per_device_eval_batch_size, args.eval_accumulation_steps
         if samples == 0:
             return None
-
-        def fits(whole: Whole | None) -> bool:
-            if whole is None or whole.device_bytes > line:
-                return False
-            return host_line is None or whole.host_bytes <= host_line
-
-        def measured(batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
-            args.per_device_eval_batch_size, args.eval_accumulation_steps = batch, flushed_after
-            try:
-                return self._whole(largest, samples, batch, flushed_after)
-            finally:
-                args.per_device_eval_batch_size, args.eval_accumulation_steps = asked, steps
-
-        whole, run = measured(asked, steps)
-        left = self._left_bytes or 0
+        batch = args.per_device_eval_batch_size
+        whole, run = self._whole(data, samples, batch, args.eval_accumulation_steps)
+        left_bytes, fits = self._left_bytes or 0, self._does_fit(whole)
+        settings, with_settings = ({}, None) if fits else self._settings_that_fit(data, samples, whole)
         own = self._is_of_training_data
-        if fits(whole):
-            return Evaluation(asked, samples, run, whole, fits=True, left_bytes=left, of_training_data=own)
-        batch, flushed_after, smaller = asked, steps, whole
-        while batch > 1 and (smaller is None or smaller.device_bytes - smaller.kept_bytes > line):
+        return Evaluation(batch, samples, run, whole, fits, settings, with_settings, left_bytes, of_training_data=own)
+
+    def _does_fit(self, whole: Whole | None) -> bool:
+        """Return whether an evaluation is within the limits of device and host; ``None`` is one out of memory."""
+        if whole is None or whole.device_bytes > self._work.line_bytes:
+            return False
+        return self._work.host_bytes is None or whole.host_bytes <= self._work.host_bytes
+
+    def _settings_that_fit(
+        self, data: Any, samples: int | None, whole: Whole | None
+    ) -> tuple[dict[str, int], Whole | None]:
+        """Return settings with which the evaluation fits, and its memory with them; ``{}``, ``None`` where none do.
+
+        ``whole`` is its memory with its own settings. A smaller batch takes less for each batch. Outputs that are kept
+        may go to the host after some batches.
+        """
+        args, line = self._trainer.args, self._work.line_bytes
+        batch, flushed_after = args.per_device_eval_batch_size, args.eval_accumulation_steps
+        settings: dict[str, int] = {}
+        while batch > 1 and (whole is None or whole.device_bytes - whole.kept_bytes > line):
             batch //= 2
-            smaller, _ = measured(batch, flushed_after)
-        if not fits(smaller) and smaller is not None and smaller.kept_bytes and not self._is_on_cpu:
+            settings["per_device_eval_batch_size"] = batch
+            whole, _ = self._whole(data, samples, batch, flushed_after)
+        if not self._does_fit(whole) and whole is not None and whole.kept_bytes and not self._is_on_cpu:
             batches = -(-(samples or batch) // (batch * self._world))
-            room = line - (smaller.device_bytes - smaller.kept_bytes)
+            room = line - (whole.device_bytes - whole.kept_bytes)
             # Half of it: fragments, and labels of other lengths.
-            flushed_after = max(1, int(batches * room / smaller.kept_bytes / 2))
-            smaller, _ = measured(batch, flushed_after)
-        settings = {}
-        if fits(smaller):
-            settings = {"per_device_eval_batch_size": batch} if batch != asked else {}
-            settings |= {"eval_accumulation_steps": flushed_after} if flushed_after not in (None, steps) else {}
-        smaller = smaller if settings else None
-        return Evaluation(asked, samples, run, whole, False, settings, smaller, left, of_training_data=own)
+            fewer = max(1, int(batches * room / whole.kept_bytes / 2))
+            if fewer != flushed_after:
+                settings["eval_accumulation_steps"] = fewer
+            whole, _ = self._whole(data, samples, batch, fewer)
+        return (settings, whole) if settings and self._does_fit(whole) else ({}, None)
 
     @property
     def _world(self) -> int:
@@ -366,38 +384,41 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return max(1, int(self._trainer.args.world_size))
 
     def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
-        """Return the whole evaluation with a batch size, and the number of batches run; ``None`` when out of memory."""
-        batches = -(-samples // (batch * self._world)) if samples is not None else LARGE_PART
-        first: list[int] = []
-        if samples is not None and hasattr(data, "__getitem__"):
-            read = read_lengths(data, all_over(samples), self._work.seconds / 3)
-            first = sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
+        """Return the whole evaluation with these settings, and the number of batches run; ``None`` if out of memory."""
+        args = self._trainer.args
+        own_settings = args.per_device_eval_batch_size, args.eval_accumulation_steps
+        args.per_device_eval_batch_size, args.eval_accumulation_steps = batch, flushed_after
         try:
-            self._reset()
-            before = self._meter.allocated_bytes()
-            warm = self._part(data, first, 1, batch)
-            if self._left_bytes is None and before is not None:
-                self._reset()
-                left = max(0, (self._meter.allocated_bytes() or before) - before)
-                # FSDP keeps the outermost module's weights whole after a forward pass; so does the next step.
-                self._left_bytes = 0 if self._trainer.is_fsdp_enabled else left
-            each = max(warm.seconds, 1e-4)
-            most = int(self._work.seconds / 2 / each)
-            # Each rank keeps what all have computed.
-            most_run = min(most, LARGE_PART // self._world)
-            if batches <= most_run:
-                part = self._part(data, first, batches, batch)
-                return Whole(part.device_bytes, part.host_bytes, part.seconds, 0), batches
-            flush = flushed_after if flushed_after is not None and 2 * flushed_after <= most else None
-            few = flush or _SMALL_PART
-            many = min(batches, 2 * flush if flush else max(_SMALL_PART + 2, most_run))
-            small, large = (self._part(data, first, count, batch) for count in (few, many))
+            return self._whole_from_parts(data, samples, batch, flushed_after)
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
             own = self._is_of_training_data
             self._end_ranks(evaluation=Evaluation(batch, samples, 0, None, fits=False, of_training_data=own))
             return None, 0
+        finally:
+            args.per_device_eval_batch_size, args.eval_accumulation_steps = own_settings
+
+    def _whole_from_parts(
+        self, data: Any, samples: int | None, batch: int, flushed_after: int | None
+    ) -> tuple[Whole, int]:
+        """Run parts of an evaluation; return the whole, extrapolated from them, and the most batches that were run."""
+        batches = -(-samples // (batch * self._world)) if samples is not None else LARGE_PART
+        first: list[int] = []
+        if samples is not None and hasattr(data, "__getitem__"):
+            read = read_lengths(data, all_over(samples), self._work.seconds / 3)
+            first = sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
+        in_time = int(self._work.seconds / 2 / self._seconds_of_first_batch(data, first, batch))
+        # Each rank keeps what all have computed.
+        most = min(in_time, LARGE_PART // self._world)
+        if batches <= most:
+            part = self._part(data, first, batches, batch)
+            return Whole(part.device_bytes, part.host_bytes, part.seconds, 0), batches
+        few, many = _SMALL_PART, max(_SMALL_PART + 2, most)
+        if flushed_after and 2 * flushed_after <= in_time:
+            few, many = flushed_after, 2 * flushed_after
+        many = min(batches, many)
+        small, large = (self._part(data, first, count, batch) for count in (few, many))
         whole = extrapolated(small, large, batches, flushed_after)
         is_far = whole.device_bytes > self._work.line_bytes >= large.device_bytes
         if is_far and many < batches and self._ranks.count == 1:
@@ -412,16 +433,31 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
             whole = min(whole, again, key=lambda each: each.device_bytes)
         return whole, many
 
+    def _seconds_of_first_batch(self, data: Any, first: Sequence[int], batch: int) -> float:
+        """Evaluate one batch and return its seconds. The first time, record the memory that it leaves behind."""
+        self._reset()
+        before = self._meter.allocated_bytes()
+        seconds = self._part(data, first, 1, batch).seconds
+        if self._left_bytes is None and before is not None:
+            self._reset()
+            left = max(0, (self._meter.allocated_bytes() or before) - before)
+            # FSDP keeps the outermost module's weights whole after a forward pass; so does the next step.
+            self._left_bytes = 0 if self._trainer.is_fsdp_enabled else left
+        return max(seconds, 1e-4)
+
     def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
         """Evaluate some batches, beginning with the longest samples."""
         self._reset()
         began = time.perf_counter()
         self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch * self._world))
         self._meter.synchronize()
-        host = 0 if self._is_on_cpu else most_host_bytes() or 0
-        measured = (self._meter.peaks().reserved, host, time.perf_counter() - began)
-        peaks, hosts, seconds = zip(*self._of_ranks("an evaluation", measured), strict=True)
-        return Part(batches, max(peaks), sum(hosts), max(seconds))
+        return Part(batches, *self._peaks_of_ranks("an evaluation", time.perf_counter() - began))
+
+    def _peaks_of_ranks(self, what: str, seconds: float) -> tuple[int, int, float]:
+        """Return the largest device peak of all ranks, the sum of their host peaks, and the longest of their times."""
+        measured = (self._meter.peaks().reserved, self._host_peak(), seconds)
+        device_peaks, host_peaks, times = zip(*self._of_ranks(what, measured), strict=True)
+        return max(device_peaks), sum(host_peaks), max(times)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the memory of this process and of those that load evaluation data."""
@@ -432,10 +468,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End with the peak memory of the written checkpoint."""
         assert self._saving_began is not None
-        host = 0 if self._is_on_cpu else most_host_bytes() or 0
-        measured = (self._meter.peaks().reserved, host, time.monotonic() - self._saving_began)
-        peaks, hosts, seconds = zip(*self._of_ranks("a checkpoint", measured), strict=True)
-        self.finish(saving=self._saving(max(peaks), sum(hosts), max(seconds)))
+        peaks = self._peaks_of_ranks("a checkpoint", time.monotonic() - self._saving_began)
+        self.finish(saving=self._saving(*peaks))
 
     def _saved_bytes(self) -> int:
         """Return the estimated size of a checkpoint in bytes."""

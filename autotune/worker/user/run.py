@@ -21,7 +21,7 @@ from autotune.core.inspection import InspectionAnswer
 from autotune.core.look import FirstStep, LookAnswer, LookWork
 from autotune.core.messages import InspectionWork, TrialWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory, outcome_document
-from autotune.core.rehearsal import Rehearsal, RehearsalWork
+from autotune.core.rehearsal import RehearsalWork
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.space.arms import applied_settings
@@ -35,7 +35,7 @@ from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import Code, inspect_loop
 from autotune.worker.user.loop_rehearsal import LoopRehearsal
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.rehearsal import TrainerRehearsal
+from autotune.worker.user.rehearsal import TrainerRehearsal, end_by_outcome, trial_of
 from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 from autotune.worker.wrapping import around
@@ -212,16 +212,13 @@ def run_own(
         finish(LookAnswer(problem=why))
 
     def end_rehearsal(outcome: Outcome) -> NoReturn:
-        why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
-        if rehearsal.parts is not None:
-            rehearsal.parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
-        finish(Rehearsal(problem=why))
+        end_by_outcome(rehearsal.parts, outcome, finish)
 
     is_trainer = source.framework == "trainer"
     match work:
         case RehearsalWork():
-            trial = TrialWork(work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified)
             rehearses: type[TrainerRehearsal | LoopRehearsal] = TrainerRehearsal if is_trainer else LoopRehearsal
+            trial = trial_of(work)
             rehearsal = rehearses(work, finish, workload, trial, scratch, lambda _: None, end_rehearsal, ranks)
             rehearsal.run_and_end()
         case LookWork():

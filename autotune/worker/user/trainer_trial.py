@@ -63,11 +63,11 @@ class _WholeSteps(TrainerSteps):
             super().on_step_end(args, state, control)
         else:
             self.timer.step_is_dropped()
-        _prevent_side_actions(control)
+        prevent_side_actions(control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Prevent logging, evaluation and saving between epochs."""
-        _prevent_side_actions(control)
+        prevent_side_actions(control)
 
     def _is_whole(self, args: Any, state: Any, loader: Any) -> bool:
         """Return whether the step has all its micro-steps and samples."""
@@ -81,7 +81,8 @@ class _WholeSteps(TrainerSteps):
         )
 
 
-def _prevent_side_actions(control: Any) -> None:
+def prevent_side_actions(control: Any) -> None:
+    """Have a ``Trainer`` neither log, evaluate, save nor stop now; ``control`` is what it gives to its callbacks."""
     control.should_log = control.should_evaluate = control.should_save = False
     # A callback of the user's own may stop a training that is only measured.
     control.should_training_stop = False
