@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,11 +28,11 @@ from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import Listener, StepListener, TrainingWatch
-from autotune.worker.user.adapter import AccumulatesBy, Changes, GiveBatches, Observer, Overlay
+from autotune.worker.user.adapter import Changes, GiveBatches, Observer, Overlay
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, next_step, trim, watch_options
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
-from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, is_made_by_data, key_of, with_loader
+from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, is_made_by_data, key_of
 from autotune.worker.user.loop_steps import LoopSteps
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_loader
@@ -73,8 +74,20 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
 
 
 def _with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
-    """Return an interface completed by a loader and the lengths of its samples."""
-    return dataclasses.replace(with_loader(interface, loader), lengths=lengths_of_loader(loader))
+    """Return an interface completed by a loader: where it is made, how it loads, its samples' lengths.
+
+    Loading of data without a length cannot be tuned, since each worker might load all of it.
+    """
+    key = key_of(loader)
+    return dataclasses.replace(
+        interface,
+        loader_key=key,
+        loader=os.path.basename(key.rpartition("#")[0]) if key else None,
+        loader_workers=getattr(loader, "num_workers", 0),
+        loader_prefetch=getattr(loader, "prefetch_factor", None),
+        tunes_loader=key is not None and hasattr(getattr(loader, "dataset", None), "__len__"),
+        lengths=lengths_of_loader(loader),
+    )
 
 
 def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
@@ -185,12 +198,14 @@ class LoopInspection(Observer, Listener):
         source, model = self._code.source, next(iter(overlay.models), None)
         check_gradients(self._watch, source)
         is_option = "accumulation" in self._options.flags({}, {"accumulation": self._passes})
-        shown: tuple[AccumulatesBy, int] = "option" if is_option else "script", self._passes
-        by, accumulation = overlay.told_accumulation() or shown
+        by, accumulation = overlay.told_accumulation() or ("option" if is_option else "script", self._passes)
         batch, precision = batch_of(loader), overlay.precision(source.name)
-        if (is_made := is_made_by_data(loader)) or (loader is not None and batch is None):
-            one_item = "takes one item of its data at a time, whatever its batch_size is"
-            what = one_item if is_made else "has no batch size"
+        what = None
+        if is_made_by_data(loader):
+            what = "takes one item of its data at a time, whatever its batch_size is"
+        elif loader is not None and batch is None:
+            what = "has no batch size"
+        if what is not None:
             message = f"the DataLoader of {source.name} {what}: its data make the batches"
             raise UserCodeError(message, next_step(source))
         can_checkpoint = model is not None and bool(checkpointing_parts(model))
@@ -239,27 +254,24 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
     def fail(error: BaseException) -> NoReturn:
         finish(InspectionAnswer(problem=problem_of(error, source)))
 
-    def on_step() -> NoReturn:
-        """End the process with what the first step has shown."""
-        check_gradients(watch, source)
-        loader = loaders[0] if loaders else None
-        searched = tuple(short for short, name in loop_interface.FIELDS.items() if name in config.was_read)
-        interface = CodeInterface("loop", searched, loader_batch=batch_of(loader))
-        model = dataclasses.replace(
-            facts_of(watch.model, loader),
-            gradient_checkpointing="checkpointing" in searched,
-            interface=_with_loader(interface, loader),
-        )
-        keep_run()
-        finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
-
     class UntilFirstStep(StepListener):
-        def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
-            on_step()
+        """Ends the process with what the first step has shown."""
 
-        def step_is_dropped(self) -> None:
-            # A step with fewer samples shows the same facts.
-            on_step()
+        def step_ends(self, *_: Any) -> NoReturn:
+            check_gradients(watch, source)
+            loader = loaders[0] if loaders else None
+            searched = tuple(short for short, name in loop_interface.FIELDS.items() if name in config.was_read)
+            interface = CodeInterface("loop", searched, loader_batch=batch_of(loader))
+            model = dataclasses.replace(
+                facts_of(watch.model, loader),
+                gradient_checkpointing="checkpointing" in searched,
+                interface=_with_loader(interface, loader),
+            )
+            keep_run()
+            finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
+
+        # A step with fewer samples shows the same facts.
+        step_is_dropped = step_ends
 
     guard = Guard(source, fail)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import os
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from autotune.core.code_interface import CodeInterface
 from autotune.worker.trial.training_watch import shapes_in
 from autotune.worker.wrapping import around, module_of
 
@@ -148,22 +146,6 @@ def keep_key(made: Any, of: Any) -> None:
     key = key_of(of)
     if key is not None:
         setattr(made, _KEY, key)
-
-
-def with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
-    """Return an interface completed by a loader: where it is created, how it loads, whether loading can be tuned.
-
-    Loading of data without a length cannot be tuned, since each worker might load all of it.
-    """
-    key = key_of(loader)
-    return dataclasses.replace(
-        interface,
-        loader_key=key,
-        loader=os.path.basename(key.rpartition("#")[0]) if key else None,
-        loader_workers=getattr(loader, "num_workers", 0),
-        loader_prefetch=getattr(loader, "prefetch_factor", None),
-        tunes_loader=key is not None and hasattr(getattr(loader, "dataset", None), "__len__"),
-    )
 
 
 def batch_of(loader: Any) -> int | None:

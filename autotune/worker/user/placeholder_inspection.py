@@ -13,8 +13,8 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
 
 from autotune.core.candidate import OWN_OPTIM
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
@@ -56,10 +56,12 @@ class _RejectedError(UserCodeError):
     """The script raised an error that may be of the values that it was told."""
 
 
-ToldRun = tuple[Values, ScriptRun]
-"""What a script was told, and what its run showed."""
-Run = Callable[[Callable[[ScriptRun], NoReturn]], NoReturn]
-"""Runs the script in a forked child; gets a function that sends what it showed."""
+class ToldRun(NamedTuple):
+    """A run of the script with certain values."""
+
+    told: Values
+    seen: ScriptRun
+    """What the run showed."""
 
 
 def inspect(code: Code, finish: Finish) -> NoReturn:
@@ -91,9 +93,9 @@ class _ScriptInspector:
             if "batch" not in self._template.names:
                 raise
             # The script may accept only batches that are multiples of some number, such as 8.
-            first, _ = self._two_value_sets(_LARGER_BATCHES, None)
+            values, _ = self._two_value_sets(_LARGER_BATCHES, None)
             try:
-                _trained(self._filled_run(first))
+                self._run_with(values)
             except UserCodeError:
                 raise error from None
             return self._model(_LARGER_BATCHES)
@@ -103,18 +105,18 @@ class _ScriptInspector:
         # Without {batch}, the two are filled with the batch that it has by itself.
         has_batch = "batch" in self._template.names
         own = None if has_batch else self._run_with_defaults(_LEAST_PATIENCE_SECONDS)
-        first, second = self._two_value_sets(batches, own)
+        values, other_values = self._two_value_sets(batches, own)
         if self._template.asks_sample_tokens:
-            self._sample_tokens = self._tokens_of_sample(first)
+            self._sample_tokens = self._tokens_of_sample(values)
         began = time.monotonic()
-        one = _trained(self._filled_run(first))
+        first = ToldRun(values, self._run_with(values))
         seconds = time.monotonic() - began
-        two = _trained(self._filled_run(second))
+        second = ToldRun(other_values, self._run_with(other_values))
         # Checked before the run with the defaults, which may be large and take long.
-        site = self._check((first, one), (second, two))
+        site = self._check(first, second)
         if has_batch:
             own = self._run_with_defaults(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
-        return self._facts(own, site, (first, one), (second, two))
+        return self._facts(own, site, first, second)
 
     def _two_value_sets(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Values, Values]:
         """Return two sets of values with the same samples in a step.
@@ -135,7 +137,7 @@ class _ScriptInspector:
 
     def _tokens_of_sample(self, values: Values) -> int:
         """Return the number of tokens in a sample, for a placeholder with the effective batch in tokens."""
-        seen = _trained(self._filled_run(values, to_first_call=True))
+        seen = self._run_with(values, to_first_call=True)
         for _, shapes in seen.calls:
             for place, shape in shapes.items():
                 if len(shape) == 2 and shape[0] == values.batch and not place.startswith("out"):
@@ -157,14 +159,24 @@ class _ScriptInspector:
         seen = child.result(patience_seconds)
         return seen if seen is not None and seen.problem is None else None
 
-    def _filled_run(self, values: Values, *, to_first_call: bool = False) -> Run:
-        """Return a function that runs the script with these values."""
+    def _run_with(self, values: Values, *, to_first_call: bool = False) -> ScriptRun:
+        """Run the script with these values in a fork, until its second step or only until the first call of a model.
+
+        Raises ``UserCodeError`` where it does not train with them.
+        """
         values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
         folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
         words, variables = self._template.fill(values, folder, self._source.cwd)
         # Messages name the original words: the copies of configuration files are gone when a message is read.
         said = fill_words(self._template.words, values)
-        return lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call)
+        seen = in_fork(
+            ScriptRun,
+            lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call),
+        )
+        if seen.problem is not None:
+            kind = _RejectedError if seen.is_rejected else UserCodeError
+            raise kind(seen.problem.message, seen.problem.hint)
+        return seen
 
     def _run_here(
         self,
@@ -216,24 +228,22 @@ class _ScriptInspector:
 
     def _check(self, first: ToldRun, second: ToldRun) -> Site | None:
         """Return where samples enter the model, if known. Raises ``UserCodeError`` where the script did not obey."""
-        (values, one), (others, two) = first, second
+        (values, one), (other_values, two) = first, second
         names, source = self._template.names, self._source
         site = None
-        if values.batch != others.batch:
-            first_calls, second_calls = (values.batch, one.calls), (others.batch, two.calls)
-            passes = one.passes, two.passes
-            site = _site(first_calls, second_calls) or _site_of_sums(first_calls, second_calls, passes)
+        if values.batch != other_values.batch:
+            site = _site(first, second) or _site_of_sums(first, second)
         if "batch" in names and site is None:
             raise UserCodeError(
-                f"{source.name} ignores {{batch}}: with {values.batch} and {others.batch} its model was given "
+                f"{source.name} ignores {{batch}}: with {values.batch} and {other_values.batch} its model was given "
                 f"{_shape(one)} and {_shape(two)}",
-                _AS_PASSES if one.passes * others.batch == two.passes * values.batch else _AS_SAMPLES,
+                _AS_PASSES if one.passes * other_values.batch == two.passes * values.batch else _AS_SAMPLES,
             )
-        if self._has_total_placeholder and _passes(values, one, others, two) is None:
+        if self._has_total_placeholder and _passes(first, second) is None:
             totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
                 f"{source.name} ignores {' and '.join(totals)}: it made {one.passes} and {two.passes} backward passes "
-                f"for a step of its optimizer, told to make {values.accumulation} and {others.accumulation}",
+                f"for a step of its optimizer, told to make {values.accumulation} and {other_values.accumulation}",
                 "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
                 "first steps, have it begin with all of them",
             )
@@ -244,13 +254,13 @@ class _ScriptInspector:
     def _has_total_placeholder(self) -> bool:
         return not self._template.names.isdisjoint(_TOTALS)
 
-    def _facts(self, own: ScriptRun | None, site: Site | None, first: ToldRun, second: ToldRun) -> ModelFacts:
-        """Return the facts derived from all runs."""
-        (values, one), (others, two) = first, second
-        names = self._template.names
-        accumulation, fixed = values.accumulation, Fixed()
-        passes, once = _passes(values, one, others, two) or (1, 0)
-        if not self._has_total_placeholder:
+    def _how_it_steps(self, site: Site | None, first: ToldRun, second: ToldRun) -> tuple[HowItSteps, Fixed]:
+        """Return how the script makes its steps, and which of batch, accumulation and their product are its own."""
+        one, two, accumulation = first.seen, second.seen, first.told.accumulation
+        consistent, fixed = _passes(first, second), Fixed()
+        if self._has_total_placeholder and consistent is not None:
+            passes, once = consistent
+        else:
             # Half the batch takes twice the passes where the samples of a step are always as many.
             more = two.passes - one.passes
             has_total = 0 < more <= one.passes
@@ -260,7 +270,7 @@ class _ScriptInspector:
             if site is not None and site.calls:
                 # Some of the backward passes may be of parts of a loss.
                 accumulation = math.gcd(accumulation, _count_calls(one, site))
-            total = values.batch * accumulation
+            total = first.told.batch * accumulation
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
             passes = max(1, (one.passes - once) // accumulation)
         if site is None:
@@ -269,22 +279,24 @@ class _ScriptInspector:
         if site is not None:
             calls = _count_calls(one, site) // accumulation
             site = dataclasses.replace(site, calls=calls if site.calls else passes)
+        return HowItSteps(one.anchor, passes, once, site), fixed
+
+    def _facts(self, own: ScriptRun | None, site: Site | None, first: ToldRun, second: ToldRun) -> ModelFacts:
+        """Return the facts derived from all runs; ``own`` is that with the script's defaults, if there is one."""
+        (values, one), (other_values, two) = first, second
+        names = self._template.names
+        how, fixed = self._how_it_steps(site, first, second)
         takes = {
             "batch": fixed.batch is None,
             "accumulation": fixed.accumulation is None,
             "precision": "precision" in names,
             "checkpointing": "checkpointing" in names,
         }
-        how = HowItSteps(one.anchor, passes, once, site)
         assert one.facts is not None
         # A loader whose batch is the one that was told gives samples one for one.
-        loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == (values.batch, others.batch)
-        always, settings = one.checkpoints, None
-        if own is not None:
-            always, micro_steps = own.checkpoints, max(1, (own.passes - once) // passes)
-            rows = sum(site.rows(model, shapes) for model, shapes in own.calls) if site is not None else 0
-            batch = rows // (site.factor * max(1, site.calls) * micro_steps) if site is not None else 0
-            settings = OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
+        told_batches = values.batch, other_values.batch
+        loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == told_batches
+        always = one.checkpoints if own is None else own.checkpoints
         return dataclasses.replace(
             one.facts,
             gradient_checkpointing="checkpointing" in names or always,
@@ -304,87 +316,84 @@ class _ScriptInspector:
                 tunes_loader=False,
                 has_own_settings=own is not None,
             ),
-            own=settings,
+            own=_own_settings(own, how) if own is not None else None,
         )
 
     def _check_numerics(self, first: ToldRun, second: ToldRun) -> None:
         """Raise ``UserCodeError`` where the script ignores a placeholder of precision or checkpointing."""
         names, name = self._template.names, self._source.name
-        for values, seen in (first, second):
-            if "precision" in names and not seen.computes_in(values.precision):
+        for told, seen in (first, second):
+            if "precision" in names and not seen.computes_in(told.precision):
                 raise UserCodeError(
-                    f"{name} ignores {{precision}}: told {values.precision}, it trained with "
-                    f"{seen.describe_numerics()}",
+                    f"{name} ignores {{precision}}: told {told.precision}, it trained with {seen.describe_numerics()}",
                     "name it as the script does, '{precision:fp32=float32,bf16=bfloat16}', or leave it out",
                 )
-            if "checkpointing" in names and seen.checkpoints != values.checkpointing:
-                told, did = ("on", "nothing") if values.checkpointing else ("off", "activations")
+            if "checkpointing" in names and seen.checkpoints != told.checkpointing:
+                asked, did = ("on", "nothing") if told.checkpointing else ("off", "activations")
                 raise UserCodeError(
-                    f"{name} ignores {{checkpointing}}: told {told}, it recomputed {did}",
+                    f"{name} ignores {{checkpointing}}: told {asked}, it recomputed {did}",
                     "name it as the script does, '{checkpointing:on=--grad-checkpointing}', or leave it out",
                 )
 
 
-def _trained(run: Run) -> ScriptRun:
-    """Return the record of a run. Raises ``UserCodeError`` where the script does not train with its values."""
-    seen = in_fork(ScriptRun, run)
-    if seen.problem is not None:
-        kind = _RejectedError if seen.is_rejected else UserCodeError
-        raise kind(seen.problem.message, seen.problem.hint)
-    return seen
+def _own_settings(own: ScriptRun, how: HowItSteps) -> OwnSettings:
+    """Return the settings that the script trains with by itself."""
+    micro_steps = max(1, (own.passes - how.passes_once) // how.passes)
+    site, batch = how.site, 0
+    if site is not None:
+        rows = sum(site.rows(model, shapes) for model, shapes in own.calls)
+        batch = rows // (site.factor * max(1, site.calls) * micro_steps)
+    return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
 
 
-def _passes(values: Values, one: ScriptRun, others: Values, two: ScriptRun) -> tuple[int, int] | None:
+def _passes(first: ToldRun, second: ToldRun) -> tuple[int, int] | None:
     """Return the backward passes of a micro-step, and further passes of a step; ``None`` for no consistent numbers."""
-    each, rest = divmod(two.passes - one.passes, others.accumulation - values.accumulation)
-    once = one.passes - each * values.accumulation
+    more_micro_steps = second.told.accumulation - first.told.accumulation
+    each, rest = divmod(second.seen.passes - first.seen.passes, more_micro_steps)
+    once = first.seen.passes - each * first.told.accumulation
     return (each, once) if each >= 1 and not rest and once >= 0 else None
 
 
-Calls = tuple[tuple[str, ShapesByPlace], ...]
-
-
-def _site(first: tuple[int, Calls], second: tuple[int, Calls]) -> Site | None:
+def _site(first: ToldRun, second: ToldRun) -> Site | None:
     """Return the dimension that changed with the batch; ``None`` without one.
 
     The smallest factor wins, then the model that is called last: an earlier model may only be called to inspect
     samples.
     """
-    (batch, calls), (other, others) = first, second
+    calls, batch = first.seen.calls, first.told.batch
     sites: list[Site] = []
-    sizes, other_sizes = _sizes(calls), _sizes(others)
-    for place, size in sizes.items():
+    other_sizes = _sizes(second.seen.calls)
+    for place, size in _sizes(calls).items():
         factor = size // batch
-        if factor and size == factor * batch and other_sizes.get(place) == factor * other:
+        if factor and size == factor * batch and other_sizes.get(place) == factor * second.told.batch:
             sites.append(Site(*place, factor=factor))
     last = {model: at for at, (model, _) in enumerate(calls)}
     return min(sites, key=lambda site: (site.factor, -last[site.model]), default=None)
 
 
-def _site_of_sums(first: tuple[int, Calls], second: tuple[int, Calls], passes: tuple[int, int]) -> Site | None:
+def _site_of_sums(first: ToldRun, second: ToldRun) -> Site | None:
     """Return a tensor whose rows, summed over all calls of a backward pass, are the batch; ``None`` without one.
 
     For models that are called for each sample, or for parts of a fixed size. The result has 0 calls, since their number
     varies.
     """
-    (batch, calls), (other, others) = first, second
-    sums, other_sums = _rows_of_pass(calls, passes[0]), _rows_of_pass(others, passes[1])
-    for (model, path), rows in sums.items():
+    batch, other_sums = first.told.batch, _rows_of_pass(second.seen)
+    for (model, path), rows in _rows_of_pass(first.seen).items():
         factor = int(rows // batch)
-        if factor and rows == factor * batch and other_sums.get((model, path)) == factor * other:
+        if factor and rows == factor * batch and other_sums.get((model, path)) == factor * second.told.batch:
             return Site(model, path, 0, factor, calls=0)
     return None
 
 
-def _rows_of_pass(calls: Calls, passes: int) -> dict[tuple[str, str], float]:
+def _rows_of_pass(seen: ScriptRun) -> dict[tuple[str, str], float]:
     """Return the first dimensions of model inputs, summed over all calls and divided by the backward passes."""
     rows: Counter[tuple[str, str]] = Counter()
-    for model, shapes in calls:
+    for model, shapes in seen.calls:
         rows.update({(model, path): shape[0] for path, shape in shapes.items() if shape})
-    return {place: number / max(1, passes) for place, number in rows.items()}
+    return {place: number / max(1, seen.passes) for place, number in rows.items()}
 
 
-def _sizes(calls: Calls) -> dict[tuple[str, str, int], int]:
+def _sizes(calls: Sequence[tuple[str, ShapesByPlace]]) -> dict[tuple[str, str, int], int]:
     """Return the usual size of each dimension of model inputs, in the order of the calls."""
     counts: dict[tuple[str, str, int], Counter[int]] = {}
     for model, shapes in calls:

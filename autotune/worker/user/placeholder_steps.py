@@ -115,12 +115,13 @@ class PlaceholderSteps(StepMarks):
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Mark the end of the update; the anchor optimizer ends the step."""
-        if not any(each is optimizer for each in self._optimizers):
+        if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         mark = self._timer.mark()
         # Where its closure made the backward pass, nothing tells what of the step was its own.
-        self._marks = (self._marks or (mark,))[0], mark
-        if self._has_begun and optimizer is next(iter(self._optimizers[self._how.anchor :]), None):
+        pass_ends = mark if self._marks is None else self._marks[0]
+        self._marks = pass_ends, mark
+        if self._has_begun and self._optimizers.index(optimizer) == self._how.anchor:
             self._end_step()
 
     def _end_step(self) -> None:
@@ -276,9 +277,10 @@ class ScriptRun:
     @property
     def precision(self) -> Precision:
         """The precision of the run; 16-bit weights count without an autocast."""
-        for name, dtype in HALF.items():
-            if self._casts_to(dtype):
-                return "bf16" if name == "bf16" else "fp16"
+        if self._casts_to("bfloat16"):
+            return "bf16"
+        if self._casts_to("float16"):
+            return "fp16"
         return "tf32" if self.computes_in_tf32 else "fp32"
 
     def computes_in(self, precision: Precision) -> bool:
@@ -376,12 +378,12 @@ class ScriptWatch(Listener):
 
     def optimizer_ends(self, optimizer: Any) -> None:
         """Record the step. End the run once every optimizer that steps has done so twice, or with an error."""
-        if not any(each is optimizer for each in self._optimizers):
+        if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         self._is_stepping = False
         if (problem := self._now.problem(optimizer, self._source.name)) is not None:
             self._fail(problem)
-        self._now.optimizer = next(at for at, each in enumerate(self._optimizers) if each is optimizer)
+        self._now.optimizer = self._optimizers.index(optimizer)
         self._steps.append(self._now)
         self._now = _UpdateInterval()
         counts = Counter(step.optimizer for step in self._steps)
@@ -403,20 +405,21 @@ class ScriptWatch(Listener):
         anchor = next(step.optimizer for step in reversed(self._steps) if step.optimizer in rare)
         ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
         whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
+        models = [step.model for step in whole if step.model is not None]
         return ScriptRun(
-            facts_of(unwrapped(next((step.model for step in whole if step.model is not None), None)), None),
-            tuple(call for step in whole for call in step.calls),
-            tuple((step.optimizer, step.passes) for step in whole),
-            anchor,
-            tuple(sorted({dtype for _, dtype in self._watch.autocasts})),
-            tuple(sorted(self._watch.inner_dtypes.intersection(DTYPES))),
-            self._watch.checkpoints,
-            torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
-            self._loading.workers,
-            self._loading.prefetch,
-            getattr(self._loading.batches, "batch_size", None),
-            length(getattr(self._loading.batches, "sampler", None)),
-            self._watch.compiles,
+            facts=facts_of(unwrapped(models[0]) if models else None, None),
+            calls=tuple(call for step in whole for call in step.calls),
+            cycle=tuple((step.optimizer, step.passes) for step in whole),
+            anchor=anchor,
+            autocast=tuple(sorted({dtype for _, dtype in self._watch.autocasts})),
+            kept=tuple(sorted(self._watch.inner_dtypes.intersection(DTYPES))),
+            checkpoints=self._watch.checkpoints,
+            computes_in_tf32=torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
+            loader_workers=self._loading.workers,
+            loader_prefetch=self._loading.prefetch,
+            loader_batch=getattr(self._loading.batches, "batch_size", None),
+            loader_samples=length(getattr(self._loading.batches, "sampler", None)),
+            compiles=self._watch.compiles,
         )
 
 
