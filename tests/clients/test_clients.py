@@ -60,6 +60,7 @@ CLIENTS = {
     "plain PyTorch": Client("train_images.py", "torch", after="settings"),
 }
 WITH_THE_OTHERS = ("plain PyTorch",)
+BUDGET = ("--device", "cpu", "--study", "s", "--effective-batch", "16", "--trials", "2", "--precision", "fp32")
 
 
 def run(folder: Path, *words: str, packages: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -90,8 +91,7 @@ def check(client: Client, name: str, tmp_path: Path) -> None:
     autotune = (sys.executable, "-m", "autotune")
     script = str(CODE / client.file)
     own = ("--loop", f"{script}:train") if client.after == "settings" else ("--", "python", script, *client.words)
-    budget = ("--device", "cpu", "--study", "s", "--effective-batch", "16", "--trials", "2", "--precision", "fp32")
-    searched = run(folder, *autotune, "search", *budget, *own)
+    searched = run(folder, *autotune, "search", *BUDGET, *own)
     assert searched.returncode == 0, searched.stderr
     left = [path.relative_to(folder) for path in folder.rglob("*") if path.parts[len(folder.parts)] != "studies"]
     assert sorted(map(str, left)) == ["runs", "runs/mine"]
@@ -173,24 +173,11 @@ def test_memory_of_trls_engine_in_the_same_process_is_in_the_peaks(tmp_path: Pat
     if importlib.util.find_spec("vllm") is not None:
         pytest.skip("vLLM itself is installed")
     client = CLIENTS["trl on rollouts"]
-    asked = (
-        "search",
-        "--device",
-        "cpu",
-        "--study",
-        "s",
-        "--effective-batch",
-        "16",
-        "--trials",
-        "2",
-        "--precision",
-        "fp32",
-    )
     script = ("--", str(CODE / client.file), *client.words, "--use_vllm", "true", "--vllm_mode", "colocate")
     autotune = (sys.executable, "-m", "autotune")
     with warm.cold():
-        without = run(tmp_path, *autotune, *asked, *script)
-        searched = run(tmp_path, *autotune, *asked, *script, packages=ROOT / "tests" / "stand_ins")
+        without = run(tmp_path, *autotune, "search", *BUDGET, *script)
+        searched = run(tmp_path, *autotune, "search", *BUDGET, *script, packages=ROOT / "tests" / "stand_ins")
         assert searched.returncode == 0, searched.stderr
         trials = json.loads(run(tmp_path, *autotune, "show", "s", "--json").stdout)["trials"]
     assert "vLLM is not available" in without.stderr

@@ -98,8 +98,7 @@ def test_a_code_is_searched_as_it_is_and_trained_with_the_winner(tmp_path: Path,
         assert batch * accumulation == code.effective_batch
 
     shown = run(tmp_path, "export", "s", "--format", "cli").stdout
-    again = tuple(word for word in code.short)
-    trained = run(tmp_path, "run", "s", "--", *script, *code.words, *again)
+    trained = run(tmp_path, "run", "s", "--", *script, *code.words, *code.short)
     assert trained.returncode == 0, trained.stderr
     for line in (shown, next(line for line in trained.stderr.splitlines() if line.startswith("starts"))):
         assert re.search(rf"(?<!\S){code.batch}{batch}\b", line), line

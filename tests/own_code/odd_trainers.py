@@ -6,23 +6,18 @@ import functools
 from typing import Any
 
 import torch
+from build_trainer import build_plain
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainingArguments
+from transformers import Trainer
 
 MOST = 8
 """Samples for which there is memory."""
 
 
 def make(overrides: dict[str, Any], kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
-    """A tiny BERT that tells apart two kinds of random tokens."""
-    own = {"output_dir": "own_output", "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-    config = AutoConfig.for_model(
-        "bert", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64
-    )
-    samples = [{"input_ids": torch.randint(0, 64, (12,)), "labels": torch.tensor(n % 2)} for n in range(96)]
-    options = {"train_dataset": samples, **options}
-    model = AutoModelForSequenceClassification.from_config(config)
-    return kind(model=model, args=TrainingArguments(**{**own, **overrides}), **options)
+    """The tiny BERT of ``build_trainer.py``, by another Trainer."""
+    plain = build_plain(overrides)
+    return kind(model=plain.model, args=plain.args, **{"train_dataset": plain.train_dataset, **options})
 
 
 def _run_out(inputs: Any) -> None:

@@ -30,7 +30,6 @@ def inspected(server: ServerClient, workload: Workload, **options: Any) -> Model
     answer = server.run(workload, InspectionWork(RankDevices("cpu", ("cpu",)), arms))
     found = answer.inspected.inspection
     assert found is not None, answer.log
-    assert found.model is not None
     return found.model
 
 
@@ -57,6 +56,5 @@ def predicted(server: ServerClient, workload: Workload, arm: Arm, step: str | No
     """What is predicted of an arm of a built-in workload, or from the traced step of one's own code."""
     work = PredictionWork(arm, CHIP, GIB, GIB, BATCHES, None, step)
     answer = decode(server.run(workload, work).result, PredictionAnswer)
-    assert answer.operations is not None
     peaks = [(each.peak_allocated_bytes, each.peak_reserved_bytes) for each in answer.batches]
     return Predicted(peaks, answer.operations)

@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import pytest
 from server_client import ServerClient
 from tiny import QUICK
 
@@ -69,55 +70,45 @@ def test_a_loop_that_accumulates_by_its_own_option_is_given_another(trial_server
     assert list(folder.iterdir()) == []
 
 
-def test_a_loader_of_whole_batches_takes_no_other(trial_server: ServerClient, folder: Path) -> None:
-    """Its tensors have four channels, which are no four samples."""
-    (folder / "run.py").write_text("""
-import argparse, torch
+# Its tensors have four channels, which are no four samples.
+MAKES_BATCHES = """
+import argparse, itertools, torch
 from accelerate import Accelerator
+from torch.utils.data import DataLoader, IterableDataset
 p = argparse.ArgumentParser()
-p.add_argument("--train_batch_size", type=int, default=2)
-args = p.parse_args()
-net = torch.nn.Conv2d(4, 4, 1)
-batches = [torch.ones(args.train_batch_size, 4, 2, 2) for _ in range(99)]
-loader = torch.utils.data.DataLoader(batches, collate_fn=lambda items: items[0])
-net, optimizer, loader = Accelerator().prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
-for batch in loader:
-    net(batch).mean().backward()
-    optimizer.step()
-""")
-    problem = trial_server.inspection(Workload.of_source(find_script(["run.py"]))).problem
-    assert (
-        problem.message == "the DataLoader of run.py takes one item of its data at a time, whatever its batch_size is: "
-        "its data make the batches"
-    )
-    assert "-- python run.py --train_batch_size '{batch}' (its options are --train_batch_size; see" in problem.hint
-    pasted = find_script(["run.py", "--train_batch_size", "{batch}"])
-    assert trial_server.model(Workload.of_source(pasted)).interface.searched == ("batch",)
-
-
-def test_a_loader_without_a_batch_size_names_the_option_that_may_make_it(
-    trial_server: ServerClient, folder: Path
-) -> None:
-    (folder / "run.py").write_text("""
-import argparse, torch
-from accelerate import Accelerator
-p = argparse.ArgumentParser()
-p.add_argument("--rows", type=int, default=4)
-args = p.parse_args()
-class Stream(torch.utils.data.IterableDataset):
+p.add_argument("--OPTION", dest="rows", type=int, default=2)
+batches = [torch.ones(p.parse_args().rows, 4, 2, 2) for _ in range(99)]
+class Stream(IterableDataset):
     def __iter__(self):
-        while True:
-            yield torch.ones(args.rows, 4)
-net = torch.nn.Linear(4, 1)
-loader = torch.utils.data.DataLoader(Stream(), batch_size=None)
-net, optimizer, loader = Accelerator().prepare(net, torch.optim.SGD(net.parameters(), 0.1), loader)
+        return itertools.cycle(batches)
+net = torch.nn.Conv2d(4, 4, 1)
+net, optimizer, loader = Accelerator().prepare(net, torch.optim.SGD(net.parameters(), 0.1), LOADER)
 for batch in loader:
     net(batch).mean().backward()
     optimizer.step()
-""")
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "loader", "what", "hint"),
+    [
+        ("train_batch_size", "DataLoader(batches, collate_fn=lambda items: items[0])",
+         "takes one item of its data at a time, whatever its batch_size is",
+         "-- python run.py --train_batch_size '{batch}' (its options are --train_batch_size; see"),
+        # Any option may make the batch.
+        ("rows", "DataLoader(Stream(), batch_size=None)", "has no batch size", "its options are --rows; see"),
+    ],
+    ids=["whole batches", "no batch size"],
+)  # fmt: skip
+def test_a_loader_whose_data_make_the_batches_takes_no_other(
+    trial_server: ServerClient, folder: Path, option: str, loader: str, what: str, hint: str
+) -> None:
+    (folder / "run.py").write_text(MAKES_BATCHES.replace("OPTION", option).replace("LOADER", loader))
     problem = trial_server.inspection(Workload.of_source(find_script(["run.py"]))).problem
-    assert problem.message == "the DataLoader of run.py has no batch size: its data make the batches"
-    assert "its options are --rows; see" in problem.hint
+    assert problem.message == f"the DataLoader of run.py {what}: its data make the batches"
+    assert hint in problem.hint
+    pasted = find_script(["run.py", f"--{option}", "{batch}"])
+    assert trial_server.model(Workload.of_source(pasted)).interface.searched == ("batch",)
 
 
 def test_a_training_of_few_steps_is_measured_for_as_many_as_it_takes(trial_server: ServerClient, folder: Path) -> None:

@@ -65,17 +65,17 @@ build().train()
 """
 
 
-def inspected(server: ServerClient, workload: Workload) -> InspectionAnswer:
-    """The answer of an inspection on two ranks."""
-    return server.run(workload, InspectionWork(TWO)).inspected
+def inspected(server: ServerClient, folder: Path, text: str, *, is_function: bool = False) -> InspectionAnswer:
+    """The answer of an inspection of a script, or of its function, on two ranks."""
+    (folder / "train.py").write_text(BEGINS + text)
+    source = find_trainer(f"{folder / 'train.py'}:build") if is_function else find_script(["train.py"], 2)
+    return server.run(Workload.of_source(source), InspectionWork(TWO)).inspected
 
 
 @pytest.mark.parametrize("kind", ["exchanges", "cannot be probed", "function"])
 def test_code_that_depends_on_its_rank_is_inspected(trial_server: ServerClient, folder: Path, kind: str) -> None:
     text = {"exchanges": EXCHANGES, "cannot be probed": CANNOT_BE_PROBED, "function": ""}[kind]
-    (folder / "train.py").write_text(BEGINS + text)
-    source = find_trainer(f"{folder / 'train.py'}:build") if kind == "function" else find_script(["train.py"], 2)
-    answer = inspected(trial_server, Workload.of_source(source))
+    answer = inspected(trial_server, folder, text, is_function=kind == "function")
     assert answer.problem is None
     own = answer.inspection.model.own
     # As the code itself makes it of the number of ranks.
@@ -83,14 +83,12 @@ def test_code_that_depends_on_its_rank_is_inspected(trial_server: ServerClient, 
 
 
 def test_completions_of_a_prompt_may_be_on_several_ranks(trial_server: ServerClient, folder: Path) -> None:
-    (folder / "train.py").write_text(BEGINS + ROLLOUTS)
-    answer = inspected(trial_server, Workload.of_source(find_script(["train.py"], 2)))
+    answer = inspected(trial_server, folder, ROLLOUTS)
     assert answer.inspection.model.interface.samples_a_prompt == 8
 
 
 def test_a_rank_that_fails_is_named(trial_server: ServerClient, folder: Path) -> None:
-    (folder / "train.py").write_text(BEGINS + FAILS_ON_ONE)
-    problem = inspected(trial_server, Workload.of_source(find_script(["train.py"], 2))).problem
+    problem = inspected(trial_server, folder, FAILS_ON_ONE).problem
     assert problem.message == "rank 1: train.py raised ValueError: no data here"
 
 

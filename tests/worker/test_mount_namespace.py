@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from test_protection import state
 
 from autotune.core.code_interface import Protection
 from autotune.core.scratch import Scratch, make_scratch
@@ -50,8 +51,8 @@ def owned(folder: Path, user: int) -> Path:
     return folder
 
 
-def in_fork(user: int, does: Callable[[], None]) -> None:
-    """Run something as another user, and fail where it fails."""
+def forked(user: int, does: Callable[[], None]) -> int:
+    """Begin to do something as another user in a fork; its process, whose exit code says whether it failed."""
     if (pid := os.fork()) == 0:
         code = 1
         try:
@@ -68,7 +69,12 @@ def in_fork(user: int, does: Callable[[], None]) -> None:
             traceback.print_exc()
         finally:
             os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
+    return pid
+
+
+def in_fork(user: int, does: Callable[[], None]) -> None:
+    """Do something as another user, and fail where it fails."""
+    assert os.waitpid(forked(user, does), 0)[1] == 0
 
 
 def protect(scratch: Scratch, folder: Path, layer: str | None = None) -> None:
@@ -81,8 +87,6 @@ def protect(scratch: Scratch, folder: Path, layer: str | None = None) -> None:
 def test_an_ordinary_users_files_stay_as_they_are(
     folder: Path, user: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from test_protection import state
-
     monkeypatch.setenv("DEEDS", "some")
     monkeypatch.setenv("HOME", os.environ["TMPDIR"])
     deeds.prepare(folder)
@@ -224,21 +228,11 @@ def test_ranks_share_what_they_write(folder: Path, user: int) -> None:
     told, sort_offers = os.pipe(), socket.socketpair()
     scratch = make_scratch("autotune-test-")
     owned(Path(scratch.path), user)
-    if (pid := os.fork()) == 0:
-        os._exit(_code(lambda: in_fork(user, first)))
+    pid = forked(user, first)
     in_fork(user, second)
     assert os.waitpid(pid, 0)[1] == 0
     scratch.remove()
     assert os.listdir(folder) == []
-
-
-def _code(does: Callable[[], None]) -> int:
-    try:
-        does()
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    return 0
 
 
 @as_user
@@ -308,8 +302,6 @@ OWN_FILE_SYSTEMS = {
 def test_a_folder_on_a_file_system_of_its_own_stays_as_it_is(
     folder: Path, user: int, kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from test_protection import state
-
     if os.getuid() != 0:
         pytest.skip("only root can mount")
     monkeypatch.setenv("DEEDS", "some")

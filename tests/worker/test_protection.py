@@ -172,7 +172,6 @@ def test_code_is_refused_where_nothing_protects_from_it(
 ) -> None:
     monkeypatch.setattr("autotune.execution.trial_server.find_protection", lambda: found)
     workload = loop("save")
-    assert workload.source is not None
     workload = replace(workload, source=replace(workload.source, cwd=cwd))
     started: list[str] = []
     with (

@@ -89,7 +89,6 @@ def test_several_trainings_evaluations_and_generation_go_with_a_lever(tmp_path: 
 def inspected(server: ServerClient, *words: str) -> TrainingSource:
     """The loop as a search has seen it."""
     workload, _ = server.prepared(Workload.of_source(find_script([*LOOP, *words])))
-    assert workload.source is not None
     return workload.source
 
 
@@ -123,7 +122,6 @@ def test_a_script_that_was_changed_since_is_not_trained_with_its_own_batch(
     text = Path(LOOP[1]).read_text()
     (folder / "no_trainer.py").write_text(text)
     workload, _ = trial_server.prepared(Workload.of_source(find_script(["python", "no_trainer.py"])))
-    assert workload.source is not None
     (folder / "no_trainer.py").write_text(f"# One line more.\n{text}")
     ended = run(RealTraining("s", workload.source, Candidate(Arm(optim=OWN_OPTIM), 32, 1), {}), folder)
     assert (ended.returncode, ended.stdout) == (10, ""), ended.stderr

@@ -115,7 +115,6 @@ def test_what_ends_a_loop_after_its_first_steps_is_told_before_it(
     assert re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB, loop="accelerate").alarms))
     healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB, loop="accelerate")
     assert (healthy.problem, healthy.alarms, healthy.unknown) == (None, [], ())
-    assert healthy.evaluation is not None
     assert healthy.evaluation.batch == (16 if name == "batch" else 8)
     assert healthy.evaluation.samples == (4000 if name == "logits" else 512)
 
@@ -139,7 +138,6 @@ def test_the_last_steps_of_an_epoch_are_told_where_they_are_trained_wrongly(
 def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient, folder: Path) -> None:
     workload, _ = trial_server.prepared(Workload.of_source(find_script(("python", str(LOOPS), "accelerate", "batch"))))
     source, candidate = workload.source, Candidate(Arm(optim=OWN_OPTIM), 8, 1)
-    assert source is not None
     batches = rehearsed_source(trial_server, source, candidate, 150 * MIB).loader_batches
     ((key, batch),) = batches.items()
     line = next(n for n, line in enumerate(LOOPS.read_text().splitlines(), 1) if "DataLoader(samples(count" in line)

@@ -76,7 +76,6 @@ def test_steps_in_which_lengths_are_compiled_or_captured_are_not_judged(
     done = completed(100.0)
     winner = trial(1, arm, 8, replace(done, measurement=replace(done.measurement, batches_vary=batches_vary)))
     promise = promise_of(report(trial(0, Arm("fp32"), 8, completed(20.0)), winner), None)
-    assert promise is not None
     assert promise.warm_steps == warm_steps
     watched = Watched(tmp_path, replace(PROMISE, warm_steps=warm_steps))
     watched.steps(warm_steps, 0.5)

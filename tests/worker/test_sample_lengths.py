@@ -27,31 +27,26 @@ def batches(**how: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(("how", "multiple"), [({}, 1), ({"multiple": 8}, 8), ({"to": 50}, 50), ({"multiple": 64}, 64)])
 def test_padding_is_seen_in_batches(how: dict[str, int], multiple: int) -> None:
     found = sample_lengths(TEXTS, batches(**how), 4, "random")
-    assert found is not None
     assert (found.longest, found.samples, found.multiple) == (39, 500, multiple)
     assert found.longest_samples[0] % 37 == 36
 
 
 def test_tokens_that_the_collator_makes_are_read_from_batches() -> None:
     found = sample_lengths([{"text": "a"}] * 500, batches(), 4, "random")
-    assert found is not None
     assert (sum(count for _, count in found.counts), found.longest, found.longest_samples) == (32, 34, ())
 
 
 def test_samples_that_are_padded_already_count_as_long_as_they_are() -> None:
     padded = [{"input_ids": [5] * 40, "attention_mask": [1] * (1 + at) + [0] * (39 - at)} for at in range(10)]
     found = sample_lengths(padded, batches(to=40), 4, "random")
-    assert found is not None
     assert found.counts == tuple((tokens, 1) for tokens in range(1, 11))
 
 
 def test_a_row_of_samples_is_no_long_sample() -> None:
     rows = [{"input_ids": torch.ones(1, 60, dtype=torch.long)}] * 4
     found = sample_lengths(TEXTS, rows, 4, "random")
-    assert found is not None
     assert (found.padding, found.longest) == ("rows", 39)
     unread = sample_lengths([{"text": ""}] * 9, rows, 4, "random")
-    assert unread is not None
     assert unread.counts == ()
     assert unread.unknown is not None
 
@@ -67,7 +62,6 @@ def test_all_samples_of_a_stored_dataset_are_read_as_they_are_given(stored: str 
     else:
         data = data.with_format(stored)
     found = sample_lengths(data, batches(), 4, "random")
-    assert found is not None
     assert found.samples == 9000
     expected = ((3, 9000),) if stored == "custom" else tuple((tokens, 225) for tokens in range(1, 41))
     assert found.counts == expected
@@ -85,7 +79,6 @@ class Stream(IterableDataset[dict[str, Any]]):
 
 def test_a_loader_tells_its_lengths_without_being_gone_over() -> None:
     found = lengths_of_loader(DataLoader(TEXTS, batch_size=4, collate_fn=collate))  # type: ignore[arg-type]
-    assert found is not None
     assert (found.longest, found.vary) == (39, True)
     assert lengths_of_loader(DataLoader(Stream(), batch_size=4, collate_fn=collate)) is None
     images = DataLoader([torch.zeros(3, 8, 8)] * 8, batch_size=4)  # type: ignore[arg-type]
