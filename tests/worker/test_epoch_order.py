@@ -22,7 +22,7 @@ from autotune.core.workload import Workload
 from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.meter import CpuMeter
 from autotune.worker.user.samples import SpreadSampler, can_spread, spread_loader
-from autotune.worker.user.trainer_code import Overlay
+from autotune.worker.user.trainer_code import TrialFields
 from autotune.worker.user.trainer_trial import TrainerTrial
 
 
@@ -151,7 +151,7 @@ def measured_on(folder: Path, device: str, **settings: Any) -> tuple[Measurement
     )  # fmt: skip
     trial = TrainerTrial(Workload.of_source(source), work, Scratch(str(folder)), lambda progress: None, finish)
     trial._meter, trial._checks = CpuMeter(), unwatched()
-    trial._overlay = Overlay(str(folder), tuned={}, shortened=None, on_cpu=True)
+    trial._fields = TrialFields(str(folder), tuned={}, shortened=None, on_cpu=True)
     model = Model()
     samples = [{"input_ids": torch.ones(length, dtype=torch.long), "labels": torch.zeros(1)} for length in lengths]
     trainer = Trainer(model, arguments, train_dataset=samples, data_collator=pad)
@@ -179,8 +179,6 @@ def test_what_new_shapes_take_is_part_of_the_promise_on_a_gpu(tmp_path: Path) ->
     assert len(measured.step_seconds_each) == 4
     assert (measured.run_steps, measured.run_epochs) == (7, None)
     assert measured.shapes_seen == 5
-    assert measured.run_shapes is not None
     assert 7 <= measured.run_shapes <= 14, "two micro-steps in each of seven steps, of 40 lengths"
-    assert measured.new_shape_seconds is not None
     of_run = measured.steady_share * measured.step_seconds + measured.new_shape_seconds * measured.run_shapes / 7
     assert measured.step_seconds == pytest.approx(of_run)

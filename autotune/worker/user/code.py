@@ -69,8 +69,11 @@ class SeenOptions:
         one with the setting's word in its name and the seen value. Of several such flags, those with ``train`` count.
         """
         spelled = {name.replace("_", "-"): name for name in self.names}
-        wanted = {what: [name.replace("_", "-") for name in names] for what, names in options.items()}
-        found = {what: spelled[name] for what, names in wanted.items() for name in names if name in spelled}
+        found = {}
+        for what, names in options.items():
+            for name in names:
+                if (dashed := name.replace("_", "-")) in spelled:
+                    found[what] = spelled[dashed]
         for what, number in seen.items():
             named = [flag for flag in self.names if _MEANS[what].search(flag) and not _EVALUATION.search(flag)]
             given = [flag for flag in named if self.values.get(self.names[flag]) == number]
@@ -196,7 +199,8 @@ _ERROR = re.compile(r"\b(error|unknown|invalid|unrecognized|could not|cannot|can
 def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
     """Return the error for code that raised ``SystemExit``, with its message, else the last error line of its log."""
     said = error.code if isinstance(error.code, str) else _last_words(log_start)
-    code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    # As python does: 0 without a code, 1 for a message.
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
     what = f"left with exit code {code}" if code else "ended without training"
     return UserCodeError(f"{source.name} {what}" + (f": {said[:300]}" if said else ""))
 
@@ -215,8 +219,7 @@ def _last_words(start: int) -> str:
 
     An error line is one of the last ``_LAST_WORDS`` lines that looks like an error. Empty for an empty log.
     """
-    # This flushes the output.
-    log_size()
+    flush_output()
     try:
         with Path("/proc/self/fd/2").open("rb") as log:
             log.seek(start)

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader
 
 from autotune.worker.trial.training_watch import shapes_in
-from autotune.worker.wrapping import around, module_of
+from autotune.worker.wrapping import after, around, module_of
 
 # Modules that make loaders from other loaders. Their lines are skipped to find the user's line.
 _LIBRARIES = (
@@ -113,7 +113,6 @@ class LoaderOverlay:
 
 
 def _set_batch(arguments: dict[str, Any], batch: int) -> None:
-    """Set the batch size in the arguments of a ``DataLoader``."""
     sampler = arguments.get("batch_sampler")
     if sampler is None:
         arguments["batch_size"] = batch
@@ -128,12 +127,11 @@ def _set_batch(arguments: dict[str, Any], batch: int) -> None:
 def cap_prefetching() -> None:
     """Limit prefetching of every ``DataLoader`` worker in this process to ``MOST_PREFETCHED`` batches."""
 
-    def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
-        make(loader, *args, **kwargs)
+    def cap(_: None, loader: Any, *__: Any, **___: Any) -> None:
         if (loader.prefetch_factor or 0) > MOST_PREFETCHED:
             loader.prefetch_factor = MOST_PREFETCHED
 
-    around(DataLoader, "__init__", made)
+    after(DataLoader, "__init__", cap)
 
 
 def key_of(loader: Any) -> str | None:

@@ -302,15 +302,20 @@ class LoopParts(Parts, Listener):
             asked = batch_of(loader) or 0
             if self._rows == min(asked, length(data) or asked):
                 self._evaluates_with = key_of(loader)
-        is_small = len(self._parts_given) < (min(3, (self._total or 4) - 1) if self._is_counted else 3)
-        part = self._rows >> 3 - len(self._parts_given) if is_small else 0
+        # Parts of the first batch come first: an eighth, a quarter and a half of it.
+        most_parts = min(3, (self._total or 4) - 1) if self._is_counted else 3
+        given = len(self._parts_given)
+        part = self._rows >> 3 - given if given < most_parts else 0
         smaller = cut(self._first, self._rows, 0, part) if part else None
-        batch, self._first = self._first, self._first if smaller is not None else None
-        batch = give(batches) if batch is None else batch
-        self._parts_given.append(part if smaller is not None else self._rows)
-        if smaller is None and not whole:
+        if smaller is not None:
+            self._parts_given.append(part)
+            return smaller
+        batch = give(batches) if self._first is None else self._first
+        self._first = None
+        self._parts_given.append(self._rows)
+        if not whole:
             self._whole_since = time.perf_counter()
-        return batch if smaller is None else smaller
+        return batch
 
     def _note(self, used: int) -> None:
         """Record the memory of the validation after its first ``used`` batches were run."""

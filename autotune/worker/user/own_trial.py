@@ -177,7 +177,6 @@ class OwnTrial(Trial):
         return outcome
 
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
-        """End the process with an outcome."""
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 

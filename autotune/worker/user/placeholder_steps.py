@@ -373,7 +373,6 @@ class ScriptWatch(Listener):
         )
 
     def optimizer_begins(self, optimizer: Any) -> None:
-        """Note that an optimizer step is running."""
         self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:

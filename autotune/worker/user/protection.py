@@ -70,7 +70,8 @@ class Protected:
         self._is_user_space = False
         self._is_covered = False
         self._made_by = os.getpid()
-        if self.kind in ("overlay", "read-only") and rank == 0:
+        self._has_namespace = self.kind in ("overlay", "read-only")
+        if self._has_namespace and rank == 0:
             self._is_user_space = sandbox.open_namespace()
         elif self.kind == "landlock":
             if sandbox.is_within(os.path.realpath(cwd), _SHARED_MEMORY):
@@ -89,7 +90,7 @@ class Protected:
 
         Does nothing if called again in the same process, or with Landlock.
         """
-        if self._is_covered or self.kind not in ("overlay", "read-only"):
+        if self._is_covered or not self._has_namespace:
             return
         self._is_covered = True
         if os.getpid() != self._made_by:
@@ -104,7 +105,7 @@ class Protected:
 
     def join(self, pid: int) -> None:
         """Join another process's protection, so that ranks see each other's files."""
-        if self.kind in ("overlay", "read-only"):
+        if self._has_namespace:
             self._is_covered = True
             cwd = os.getcwd()
             self._is_user_space = sandbox.join_namespace(pid)

@@ -25,7 +25,7 @@ from autotune.worker.process import leave
 from autotune.worker.user.adapter import Changes
 from autotune.worker.user.code import load_function, run_as_main, set_options
 from autotune.worker.user.frameworks import OVERLAYS
-from autotune.worker.user.trainer_fields import TrainerFields, otherwise
+from autotune.worker.user.trainer_fields import TrainerFields, difference_from_candidate
 from autotune.worker.wrapping import after, around, before, on_import
 
 if TYPE_CHECKING:
@@ -110,10 +110,9 @@ class Run:
         """Return a watch of the first step. Needs an imported torch."""
         from autotune.worker.trial.step_checks import FirstStepWatch
 
-        return FirstStepWatch(self.training, self.stop, accumulation, self._look)
+        return FirstStepWatch(self.training, self.stop, accumulation, self._first_step_seen)
 
-    def _look(self) -> None:
-        """Mark the training as verified by its first step."""
+    def _first_step_seen(self) -> None:
         self.is_verified = True
 
 
@@ -207,9 +206,9 @@ class TrainerRun(Run):
     def check(self, trainer: Any, loader: Any) -> None:
         """End the process where a ``Trainer`` is about to train differently from its settings."""
         found = (
-            self._fields.ignored(trainer.args, self.training.arguments)
-            or otherwise(trainer, self.training.candidate, loader)
-            or self._otherwise_made(trainer.model)
+            self._fields.first_ignored(trainer.args, self.training.arguments)
+            or difference_from_candidate(trainer, self.training.candidate, loader)
+            or self._model_difference(trainer.model)
         )
         if found is not None:
             self.stop(
@@ -222,7 +221,7 @@ class TrainerRun(Run):
             if self.training.candidate.arm.cuda_graphs:
                 trainer.training_step.on_replay = first.checks.watch.take_replay
 
-    def _otherwise_made(self, model: Any) -> str | None:
+    def _model_difference(self, model: Any) -> str | None:
         """Return how a model's dtype or adapters differ from the measured ones; ``None`` without a difference."""
         from autotune.worker.user.inspection import weight_dtype
 
@@ -279,9 +278,9 @@ class LoopRun(Run):
             set_options(changes.options)
             OVERLAYS[source.framework](changes).install()
 
-    def _look(self) -> None:
+    def _first_step_seen(self) -> None:
         """End the process where another loader is used, or a learning rate schedule has another length."""
-        super()._look()
+        super()._first_step_seen()
         loader, interface = self._loader, self.training.source.interface
         if loader is None:
             return
@@ -294,10 +293,11 @@ class LoopRun(Run):
             return
         accumulation, batch = self.training.candidate.gradient_accumulation_steps, loader.made.batch_size
         batches, own = len(loader.made), loader.said
-        for end in map(planned_updates, self._schedules):
-            said = f"its learning rate schedule of {end} updates is made for"
+        for schedule in self._schedules:
+            end = planned_updates(schedule)
             if end is None or (self._overruled is None and is_made_for(end, batches, accumulation)):
                 continue
+            said = f"its learning rate schedule of {end} updates is made for"
             if self._overruled is not None and is_made_for(end, batches, self._overruled):
                 self.stop(
                     f"{self.name} cannot train with an accumulation of {accumulation}: {said} one of {self._overruled}",
@@ -327,14 +327,10 @@ def planned_updates(schedule: Any) -> int | None:
 
 def is_made_for(updates: int, batches: int, accumulation: int) -> bool:
     """Return whether a number of updates is a whole number of epochs, with any rounding of their last steps."""
-    whole, part = divmod(batches, accumulation)
-    each = {whole + bool(part), max(1, whole)}
-    epochs = max(1, round(updates * accumulation / batches))
-    total = epochs * batches
-    return any(updates % of_epoch == 0 for of_epoch in each) or updates in (
-        total // accumulation,
-        -(-total // accumulation),
-    )
+    if updates % max(1, batches // accumulation) == 0 or updates % -(-batches // accumulation) == 0:
+        return True
+    total = batches * max(1, round(updates * accumulation / batches))
+    return updates in (total // accumulation, -(-total // accumulation))
 
 
 if __name__ == "__main__":

@@ -230,7 +230,6 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     # The steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Start measuring."""
         self._tree.first_bytes = self._tree.read(always=True)
         self._loader = kwargs.get("train_dataloader")
         self._meter.reset_peaks()
@@ -554,7 +553,6 @@ class _ProcessMemory:
         return total
 
     def growth(self) -> int | None:
-        """Return the growth of memory per step, see the function ``growth_of``."""
         return growth_of(self._each)
 
 

@@ -162,7 +162,6 @@ class _FirstStep:
             self._batch += sum(float(array.detach().double().sum()) for array in arrays)
 
     def _pass_back(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Add up the losses of backward passes."""
         tensors = args[0] if args else kwargs.get("tensors")
         each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self._loss += sum(float(tensor.detach().double().sum()) for tensor in each)

@@ -65,6 +65,11 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _raise_on_error(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {kind or flags} on {target}")
 
 
+def _open_path(path: str) -> int:
+    """Return a file descriptor that stands for a path, whatever is mounted on it later."""
+    return os.open(path, os.O_PATH | os.O_CLOEXEC)
+
+
 def is_within(path: str, folder: str) -> bool:
     """Return whether a path is a folder or inside it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
@@ -116,12 +121,9 @@ def join_namespace(pid: int) -> bool:
 
 def drop_capabilities() -> None:
     """Drop all capabilities of this process: in a user namespace, the user's code must not have those of root."""
-
-    class Header(ctypes.Structure):
-        _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
-
-    header, none = Header(_CAPABILITY_VERSION, 0), (ctypes.c_uint32 * 6)()
-    _raise_on_error(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
+    # struct __user_cap_header_struct: version and process; three zeros for each half of the capabilities.
+    header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION, 0))
+    _raise_on_error(_libc.capset(header, bytes(24)), "capset")
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ def _mounts() -> list[_Mounted]:
             number, _, _, _, escaped, options, *_ = left.split(" ")
             path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
             try:
-                fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                fd = _open_path(path)
             except OSError:
                 continue
             with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as found:
@@ -194,8 +196,8 @@ class Cover:
         os.makedirs(self.run)
         self._mounts = _mounts()
         self._points = [_last_of_others(path) for path in self.works_in] if self.is_user_space else []
-        passed = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in self.outside if os.path.isdir(path)]
-        sockets = [(path, os.open(path, os.O_PATH | os.O_CLOEXEC)) for path in _sockets()]
+        passed = [(path, _open_path(path)) for path in self.outside if os.path.isdir(path)]
+        sockets = [(path, _open_path(path)) for path in _sockets()]
         try:
             self._choose_layer_storage(memory_bytes)
             tree = os.path.join(self.run, "root")
@@ -205,24 +207,14 @@ class Cover:
                 self._new_root = tree
             for mount in self._mounts:
                 self._cover_mount(mount)
-            # Folders that somebody made in shared memory. What processes share lies beside them.
-            with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        self._overlay(entry.path, self._new_root + entry.path)
+            self._cover_shared_memory()
             for path, fd in passed:
                 _mount(_fd_path(fd), self._new_root + path, None, _BIND | _RECURSIVE)
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
-            # Sockets of other processes are reached through the layers, which would show others of the same name.
-            for path, fd in sockets:
-                if self.covers(path):
-                    with contextlib.suppress(OSError):
-                        _mount(_fd_path(fd), self._new_root + path, None, _BIND)
-                        _set_read_only(self._new_root + path)
-            if not self._new_root:
-                for mount in self._mounts:
-                    if not (self._stays(mount) or self.covers(mount.path)):
-                        _set_read_only(mount.path)
+            self._bind_sockets(sockets)
+            for mount in self._mounts if not self._new_root else ():
+                if not (self._stays(mount) or self.covers(mount.path)):
+                    _set_read_only(mount.path)
         finally:
             for fd in [self._run_fd, *(mount.fd for mount in self._mounts), *(fd for _, fd in passed + sockets)]:
                 os.close(fd)
@@ -233,6 +225,21 @@ class Cover:
             os.chroot(".")
         # By its name once more: this process is still in the folder below the layer.
         os.chdir(cwd)
+
+    def _cover_shared_memory(self) -> None:
+        """Cover the folders that somebody made in shared memory. What processes share lies beside them."""
+        with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    self._overlay(entry.path, self._new_root + entry.path)
+
+    def _bind_sockets(self, sockets: Sequence[tuple[str, int]]) -> None:
+        """Bind sockets of other processes, read-only: an overlay would show others of the same name."""
+        for path, fd in sockets:
+            if self.covers(path):
+                with contextlib.suppress(OSError):
+                    _mount(_fd_path(fd), self._new_root + path, None, _BIND)
+                    _set_read_only(self._new_root + path)
 
     def covers(self, path: str) -> bool:
         """Return whether writes to a path go to an overlay."""
@@ -245,7 +252,7 @@ class Cover:
                 os.close(self._run_fd)
                 _mount("none", self.run, "tmpfs", 0, f"size={memory_bytes},mode=700")
             # The layers are reached through it: a layer over the job's folder hides their names.
-            self._run_fd = os.open(self.run, os.O_PATH | os.O_CLOEXEC)
+            self._run_fd = _open_path(self.run)
             empty = os.path.join(self.run, "empty")
             os.mkdir(empty)
             if self._overlay(empty, empty):
@@ -263,7 +270,7 @@ class Cover:
         with contextlib.ExitStack() as stack:
 
             def opened(folder: str) -> str:
-                fd = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+                fd = _open_path(folder)
                 stack.callback(os.close, fd)
                 return _fd_path(fd)
 
@@ -424,7 +431,7 @@ def restrict_writes(folders: Sequence[str]) -> None:
 def _allow(ruleset: int, path: str, rights: int) -> None:
     """Allow rights beneath a path, if it exists."""
     try:
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        fd = _open_path(path)
     except FileNotFoundError:
         return
     try:

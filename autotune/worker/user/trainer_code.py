@@ -97,7 +97,7 @@ _QUIET: Document = {
 
 
 @dataclass
-class Overlay(TrainerFields):
+class TrialFields(TrainerFields):
     """The fields of ``TrainerFields``, and fields that silence the Trainer, for a trial or an inspection."""
 
     output_dir: str
@@ -124,24 +124,57 @@ class Overlay(TrainerFields):
         self.watch_arguments(TrainingArguments)
         before(Trainer, "__init__", self._take_arguments)
 
-    def put_again(self, arguments: Any) -> None:
+    def apply_again(self, arguments: Any) -> None:
         """Set the fields and silence the Trainer again, as later code such as ``set_push_to_hub`` may change them."""
         left = getattr(arguments, "_autotune_left", None)
         if left is not None:
-            found = _batch_and_accumulation(arguments)
-            own = zip(found, left, arguments._autotune_own_batch, strict=True)
-            arguments._autotune_own_batch = tuple(now if now != then else said for now, then, said in own)
-            self.set_since |= {name for name, now, then in zip(BATCH, found, left, strict=True) if now != then}
-        super().put_again(arguments)
+            own_batch = list(arguments._autotune_own_batch)
+            for place, found in enumerate(_batch_and_accumulation(arguments)):
+                if found != left[place]:
+                    own_batch[place] = found
+                    self.set_since.add(BATCH[place])
+            arguments._autotune_own_batch = tuple(own_batch)
+        super().apply_again(arguments)
         # Once the arguments are made, an empty list means no reporting, not "none".
         _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
         self._shorten(arguments)
         arguments._autotune_left = _batch_and_accumulation(arguments)
 
-    def put(self, arguments: Any) -> None:
+    def apply_to_new(self, arguments: Any) -> None:
         """Set the fields and silence the Trainer; record where the arguments are created."""
+        self.made_from, self.place = _origin()
+        self._refuse_sharing_ranks(arguments)
+        self._record_own(arguments)
+        if self.is_probing and not self.tuned:
+            # A model that recomputes activations in spite of this was told so by the code.
+            self.tuned = {**probe(*_batch_and_accumulation(arguments)), checkpointing_field(known_fields()): False}
+        quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
+        _set(arguments, quiet)
+        super().apply_to_new(arguments)
+        if generates(arguments):
+            # What is generated for a whole step would be another amount.
+            self.shortened = None
+        self._shorten(arguments)
+        arguments._autotune_left = _batch_and_accumulation(arguments)
+
+    def _refuse_sharing_ranks(self, arguments: Any) -> None:
+        """End an inspection where the code says how ranks share a model or a sample."""
+        if self.refuse is None:
+            return
+        if getattr(arguments, "fsdp", None):
+            # A Trainer refuses it in a single process, as the one that is inspected is.
+            hint = "leave fsdp out, and ask for it with --strategy fsdp"
+            self.refuse(UserCodeError("the TrainingArguments of the code set fsdp", hint))
+        parallelism = getattr(arguments, "parallelism_config", None)
+        if parallelism is not None and parallelism.non_data_parallel_size > 1:
+            # Its process groups cannot be made in a single process.
+            shares = "the TrainingArguments of the code have several ranks share a sample (parallelism_config)"
+            self.refuse(UserCodeError(f"{shares}, which is not searched", NOT_BY_SAMPLE))
+
+    def _record_own(self, arguments: Any) -> None:
+        """Record the batch and checkpointing that the code gives, before they are replaced."""
         given = _batch_and_accumulation(arguments)
-        # A copy of arguments that were overlaid shows the overlay, not the user's own.
+        # A copy of arguments whose fields were set shows those, not the user's own.
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in BATCH):
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
@@ -150,43 +183,21 @@ class Overlay(TrainerFields):
             self.why_batch_matters = (
                 f"steps_per_generation={batches} counts batches, where generation_batch_size counts completions"
             )
-        self.made_from, self.place = _origin()
-        if self.refuse is not None and getattr(arguments, "fsdp", None):
-            # A Trainer refuses it in a single process, as the one that is inspected is.
-            hint = "leave fsdp out, and ask for it with --strategy fsdp"
-            self.refuse(UserCodeError("the TrainingArguments of the code set fsdp", hint))
-        parallelism = getattr(arguments, "parallelism_config", None)
-        if self.refuse is not None and parallelism is not None and parallelism.non_data_parallel_size > 1:
-            # Its process groups cannot be made in a single process.
-            shares = "the TrainingArguments of the code have several ranks share a sample (parallelism_config)"
-            self.refuse(UserCodeError(f"{shares}, which is not searched", NOT_BY_SAMPLE))
-        checkpointing = checkpointing_field(known_fields())
-        said = (getattr(arguments, name, False) for name in (checkpointing, "gradient_checkpointing"))
-        # A copy of arguments that were overlaid shows none.
-        self.own_checkpointing = self.own_checkpointing or any(said)
-        if self.is_probing and not self.tuned:
-            # A model that recomputes activations in spite of this was told so by the code.
-            self.tuned = {**probe(*given), checkpointing: False}
-        quiet = {**_QUIET, "output_dir": self.output_dir, **({"use_cpu": True} if self.on_cpu else {})}
-        _set(arguments, quiet)
-        super().put(arguments)
-        if generates(arguments):
-            # What is generated for a whole step would be another amount.
-            self.shortened = None
-        self._shorten(arguments)
-        arguments._autotune_left = _batch_and_accumulation(arguments)
+        names = checkpointing_field(known_fields()), "gradient_checkpointing"
+        # A copy of arguments whose fields were set shows none.
+        self.own_checkpointing = self.own_checkpointing or any(getattr(arguments, name, False) for name in names)
 
     def _shorten(self, arguments: Any) -> None:
         """Replace the accumulation by the number of micro-steps to run."""
         if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
             arguments.gradient_accumulation_steps = self.shortened[1]
 
-    def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return the first ignored field, see ``TrainerFields.ignored``, allowing for skipped micro-steps."""
+    def first_ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
+        """Return the first ignored field, see ``TrainerFields.first_ignored``, allowing for skipped micro-steps."""
         accumulation = BATCH[1]
         if self.shortened and wanted.get(accumulation) == self.shortened[0]:
             wanted = {**wanted, accumulation: self.shortened[1]}
-        return super().ignored(arguments, wanted)
+        return super().first_ignored(arguments, wanted)
 
 
 def _set(arguments: Any, fields: Document) -> None:

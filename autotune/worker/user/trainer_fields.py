@@ -45,41 +45,41 @@ class TrainerFields:
 
     def watch_arguments(self, kind: Any) -> None:
         """Wrap the class ``TrainingArguments`` for the rest of this process."""
-        before(kind, "__post_init__", self.put)
+        before(kind, "__post_init__", self.apply_to_new)
 
     def watch_trainer(self, kind: Any) -> None:
         """Wrap the class ``Trainer`` for the rest of this process."""
         before(kind, "__init__", self._take_arguments)
         before(kind, "train", lambda trainer, *_, **__: self.begin(trainer))
 
-    def put(self, arguments: Any) -> None:
+    def apply_to_new(self, arguments: Any) -> None:
         """Set the fields of arguments during their creation."""
         wanted = {**linked_fields(self.tuned), **self.tuned}
         defaults = {each.name: each.default for each in dataclasses.fields(arguments)}
         for name, value in wanted.items():
             if hasattr(arguments, name):
                 said = getattr(arguments, name)
-                self._tell(name, said, value, defaults.get(name))
-                setattr(arguments, name, _beside(said, value) if name == "accelerator_config" else value)
+                self._report_replaced(name, said, value, defaults.get(name))
+                setattr(arguments, name, _merged_settings(said, value) if name == "accelerator_config" else value)
         if "bf16" in self.tuned or "fp16" in self.tuned:
             # What ``accelerate launch`` says counts where the arguments say neither of two.
             os.environ[LAUNCHED_PRECISION] = self._half
 
     def begin(self, trainer: Any) -> None:
         """Set the fields of a ``Trainer`` before it trains."""
-        self.put_again(trainer.args)
+        self.apply_again(trainer.args)
         if self.tuned:
             from autotune.worker.private.transformers import take_batch_of_arguments
 
             take_batch_of_arguments(trainer)
 
-    def put_again(self, arguments: Any) -> None:
+    def apply_again(self, arguments: Any) -> None:
         """Set the fields of existing arguments again, where the code has changed them."""
         for name, value in {**linked_fields(self.tuned), **self.tuned}.items():
             found = getattr(arguments, name, value)
-            if name not in _MADE_ONCE and not has(found, value):
+            if name not in _MADE_ONCE and not has_value(found, value):
                 self.set_since.add(name)
-                self._tell(name, found, value, None)
+                self._report_replaced(name, found, value, None)
                 setattr(arguments, name, value)
                 if name in ("bf16", "fp16"):
                     arguments.mixed_precision = self._half
@@ -89,19 +89,19 @@ class TrainerFields:
         """The 16-bit precision of the fields, in accelerate's words."""
         return next((half for half in ("bf16", "fp16") if self.tuned.get(half)), "no")
 
-    def _tell(self, name: str, said: Any, value: Any, default: Any) -> None:
+    def _report_replaced(self, name: str, said: Any, value: Any, default: Any) -> None:
         """Report a field that the script sets to another value."""
-        if not has(said, value) and said != default:
-            self.say(f"the script says {name}={plain(said)!r}; {value!r} is set")
+        if not has_value(said, value) and said != default:
+            self.say(f"the script says {name}={json_value(said)!r}; {value!r} is set")
 
     def _take_arguments(self, _: Any, *args: Any, **kwargs: Any) -> None:
         """Set the fields of arguments that are passed to a ``Trainer``."""
         kind: Any = sys.modules["transformers.training_args"].TrainingArguments
         for given in (*args, *kwargs.values()):
             if isinstance(given, kind):
-                self.put_again(given)
+                self.apply_again(given)
 
-    def ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
+    def first_ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
         """Return the first ``wanted`` field with another value, as ``name is …, asked was …``, or ``None``.
 
         ``use_cpu`` is not compared.
@@ -111,12 +111,12 @@ class TrainerFields:
             if name == "fsdp":
                 # A list of options in some versions, whichever way it was said.
                 found, asked = bool(found), bool(asked)
-            if not has(found, asked) and name != "use_cpu":
-                return f"{name} is {plain(found)!r}, asked was {asked!r}"
+            if not has_value(found, asked) and name != "use_cpu":
+                return f"{name} is {json_value(found)!r}, asked was {asked!r}"
         return None
 
 
-def otherwise(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
+def difference_from_candidate(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
     """Return the first difference of a ``Trainer`` from a candidate before training; ``None`` without one."""
     facts = _facts(trainer, candidate, train_dataloader)
     return next((f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in facts if found != asked), None)
@@ -155,7 +155,7 @@ def generates(arguments: Any) -> bool:
     return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
 
 
-def _beside(said: Any, value: Mapping[str, Any]) -> dict[str, Any]:
+def _merged_settings(said: Any, value: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings together with those that the code gives: a dictionary, JSON, the path of a file, or an object."""
     if isinstance(said, str):
         said = json.loads(said if said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8"))
@@ -163,17 +163,17 @@ def _beside(said: Any, value: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **value}
 
 
-def has(found: Any, asked: Any) -> bool:
+def has_value(found: Any, asked: Any) -> bool:
     """Return whether a field has the requested value.
 
     ``TrainingArguments`` turns some settings into objects, and adds missing values.
     """
     if isinstance(asked, dict) and found is not None:
         settings = found if isinstance(found, Mapping) else vars(found)
-        return all(has(settings.get(name), value) for name, value in asked.items())
-    return bool(plain(found) == asked)
+        return all(has_value(settings.get(name), value) for name, value in asked.items())
+    return bool(json_value(found) == asked)
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """Return a field's value as in JSON, with enumerations as their values."""
     return value.value if isinstance(value, enum.Enum) else value

@@ -32,7 +32,7 @@ from autotune.worker.user.inspection import Code, Finish, LoopInspection, facts_
 from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_trainer
 from autotune.worker.user.trainer_code import (
-    Overlay,
+    TrialFields,
     build_trainer,
     ignored_message,
     intercept,
@@ -40,7 +40,7 @@ from autotune.worker.user.trainer_code import (
     probe,
     run_source,
 )
-from autotune.worker.user.trainer_fields import BATCH, generates, plain
+from autotune.worker.user.trainer_fields import BATCH, generates, json_value
 from autotune.worker.user.trainer_memory import Memory, leave_large_weights_unset, traced, with_memory
 
 # The steps are traced beside the first run. Where that takes longer, this is waited for in any case, as long as for
@@ -58,12 +58,12 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     process of its own: two models at once may be more than the device holds. Memory is traced in another process,
     without a GPU, at the same time; not for several ranks.
     """
-    plain = dataclasses.replace(code, work=dataclasses.replace(code.work, arms=None))
+    untraced = dataclasses.replace(code, work=dataclasses.replace(code.work, arms=None))
     if ranks.count > 1:
-        _inspect_on_ranks(plain, finish, ranks)
+        _inspect_on_ranks(untraced, finish, ranks)
 
     def describe(**options: Any) -> _RunResult:
-        return in_fork(_RunResult, lambda send: _Inspection(plain, send, **options).describe())
+        return in_fork(_RunResult, lambda send: _Inspection(untraced, send, **options).describe())
 
     began = time.monotonic()
     tracing = _begin_tracing(code)
@@ -85,7 +85,7 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
         memory = _memory_of(tracing, model, code.work, seconds)
         inspection = dataclasses.replace(inspection, model=with_memory(model, memory))
         inspected = dataclasses.replace(inspected, answer=InspectionAnswer(inspection))
-    _finish(plain, inspected, finish)
+    _finish(untraced, inspected, finish)
 
 
 def _finish(code: Code, seen: _RunResult, finish: Finish) -> NoReturn:
@@ -194,7 +194,7 @@ class _Inspection:
         self._output_dir = output_dir or code.scratch.output_dir
         self._finish = finish
         self._environment = inspect_environment()
-        self._overlay = Overlay(
+        self._fields = TrialFields(
             self._output_dir,
             tuned=tuned or {},
             on_cpu=code.work.devices.kind == "cpu",
@@ -207,28 +207,7 @@ class _Inspection:
 
         def on_train(trainer: Any, _: Callable[[], Any]) -> NoReturn:
             try:
-                overlay, args = self._overlay, trainer.args
-                overlay.begin(trainer)
-                # TRL's GRPO generates with vLLM in this process, and as many completions of a prompt at a time.
-                is_here = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
-                step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-                is_of_step = getattr(args, "generation_batch_size", None) == step
-                interface = CodeInterface(
-                    "trainer",
-                    made_from="code" if overlay.set_since.intersection(BATCH) else overlay.made_from,
-                    place=overlay.place,
-                    engine_share=float(args.vllm_gpu_memory_utilization) if is_here else None,
-                    samples_a_prompt=int(getattr(args, "num_generations", None) or 1) if is_of_step else 1,
-                    batch_matters=overlay.why_batch_matters,
-                    packs=bool(getattr(trainer.args, "packing", False)),
-                )
-                model = _model_facts(trainer, interface, overlay)
-                self._check(trainer, self._overlay.tuned)
-                if self._work.arms is not None and interface.engine_share is None:
-                    model = with_memory(model, traced(self._work, model, trainer))
-                if self._work.arms is None:
-                    # Last of all: the Trainer is of no use afterwards.
-                    model = dataclasses.replace(model, interface=_with_levers(trainer, interface))
+                model = self._facts_of(trainer)
             except BaseException as error:
                 self._fail(error)
             self._finish_with_model(model)
@@ -239,6 +218,32 @@ class _Inspection:
             run_source(self._source, {}, self._output_dir)
         except BaseException as error:
             self._fail(error)
+
+    def _facts_of(self, trainer: Any) -> ModelFacts:
+        """Return the facts of a ``Trainer`` that is about to train. Raises ``UserCodeError`` where it lacks fields."""
+        fields, args = self._fields, trainer.args
+        fields.begin(trainer)
+        # TRL's GRPO generates with vLLM in this process, and as many completions of a prompt at a time.
+        is_here = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
+        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        is_of_step = getattr(args, "generation_batch_size", None) == step
+        interface = CodeInterface(
+            "trainer",
+            made_from="code" if fields.set_since.intersection(BATCH) else fields.made_from,
+            place=fields.place,
+            engine_share=float(args.vllm_gpu_memory_utilization) if is_here else None,
+            samples_a_prompt=int(getattr(args, "num_generations", None) or 1) if is_of_step else 1,
+            batch_matters=fields.why_batch_matters,
+            packs=bool(getattr(args, "packing", False)),
+        )
+        model = _model_facts(trainer, interface, fields)
+        self._check(trainer, fields.tuned)
+        if self._work.arms is None:
+            # Last of all: the Trainer is of no use afterwards.
+            return dataclasses.replace(model, interface=_with_levers(trainer, interface))
+        if interface.engine_share is None:
+            return with_memory(model, traced(self._work, model, trainer))
+        return model
 
     def try_overrides(self, found: Inspection) -> NoReturn:
         """Build a ``Trainer`` with another batch than the user's own, and check that it has it."""
@@ -254,17 +259,17 @@ class _Inspection:
         self._finish(_RunResult(InspectionAnswer(found)))
 
     def _enter(self) -> None:
-        """Prepare the process for the user's code: guard, loop inspection, overlay of fields."""
+        """Prepare the process for the user's code: guard, loop inspection, fields of the Trainer."""
         enter(self._source)
         loop = LoopInspection(self._code, self._output_dir, self._finish_with_model)
         Guard(self._source, self._fail, is_known=loop.is_at_work).install(self._code.scratch.stop_file)
         if self._source.kind == "script":
             loop.install()
-        self._overlay.install()
+        self._fields.install()
 
     def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:
         """Raise ``UserCodeError`` where the ``Trainer`` lacks wanted fields."""
-        if ignored := self._overlay.ignored(trainer.args, wanted):
+        if ignored := self._fields.first_ignored(trainer.args, wanted):
             raise UserCodeError(ignored_message(self._source, ignored))
 
     def _finish_with_model(self, model: ModelFacts) -> NoReturn:
@@ -274,25 +279,24 @@ class _Inspection:
             keep_run()
         found = dataclasses.replace(self._environment, model=model)
         # Values that the code sets after its arguments are made may be derived from the probing batch.
-        makes_anew = self._overlay.is_probing and bool(self._overlay.set_since.intersection(BATCH))
+        makes_anew = self._fields.is_probing and bool(self._fields.set_since.intersection(BATCH))
         self._finish(_RunResult(InspectionAnswer(found), failed_probing=makes_anew))
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """End the inspection with a problem."""
         is_own = isinstance(error, UserCodeError)
-        failed_probing = not is_own and self._overlay.is_probing and bool(self._overlay.tuned)
+        failed_probing = not is_own and self._fields.is_probing and bool(self._fields.tuned)
         is_in_use = isinstance(error, OSError | torch.distributed.DistError)
         may_have_collided = not is_own and is_in_use
         problem = InspectionAnswer(problem=problem_of(error, self._source))
         self._finish(_RunResult(problem, failed_probing, may_have_collided))
 
 
-def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> ModelFacts:
+def _model_facts(trainer: Any, interface: CodeInterface, fields: TrialFields) -> ModelFacts:
     """Return the model's facts and the training's own settings."""
     model, args = trainer.model, trainer.args
     config = getattr(model, "config", None)
     batch, accumulation = own_batch(args)
-    checkpointing, recomputes = overlay.own_checkpointing, is_checkpointing(model)
+    checkpointing, recomputes = fields.own_checkpointing, is_checkpointing(model)
     without_fsdp2 = why_no_fsdp2()
     return dataclasses.replace(
         facts_of(model, None),
@@ -301,7 +305,7 @@ def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> Mo
         layer_classes=tuple(layer_classes(model)) if without_fsdp2 is None else (),
         sharding_error=without_fsdp2,
         own=OwnSettings(
-            plain(args.optim),
+            json_value(args.optim),
             batch,
             accumulation,
             _precision(args),
@@ -313,7 +317,7 @@ def _model_facts(trainer: Any, interface: CodeInterface, overlay: Overlay) -> Mo
         ),
         interface=interface,
         samples=length(getattr(trainer, "train_dataset", None)),
-        always_checkpoints=recomputes and (overlay.is_probing or not checkpointing),
+        always_checkpoints=recomputes and (fields.is_probing or not checkpointing),
         dataloader_num_workers=args.dataloader_num_workers,
     )
 
@@ -346,9 +350,8 @@ def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
 def _precision(args: Any) -> Precision:
     """Return the precision of the arguments, or of ``accelerate launch`` where they set none."""
     launched = os.environ.get(LAUNCHED_PRECISION)
-    named: dict[Precision, Any] = {
-        "bf16": args.bf16 or (launched == "bf16" and not args.fp16),
-        "fp16": args.fp16 or launched == "fp16",
-        "tf32": args.tf32,
-    }
-    return next((name for name, is_on in named.items() if is_on), "fp32")
+    if args.bf16 or (launched == "bf16" and not args.fp16):
+        return "bf16"
+    if args.fp16 or launched == "fp16":
+        return "fp16"
+    return "tf32" if args.tf32 else "fp32"

@@ -184,7 +184,8 @@ def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
     answers = in_forks(Memory, traces, at_once=at_once, limit_seconds=_MOST_SECONDS)
     found = [answer or Memory(unknown="its process ended") for answer in answers]
     steps = tuple(step for answer in found for step in answer.steps)
-    return Memory(steps, next((answer.unknown for answer in found if answer.unknown is not None), None))
+    reasons = [answer.unknown for answer in found if answer.unknown is not None]
+    return Memory(steps, reasons[0] if reasons else None)
 
 
 def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoReturn]) -> NoReturn:
@@ -293,9 +294,11 @@ def _size(value: Any) -> int:
         return sum(map(_size, value)) if value and not isinstance(value[0], int | float) else len(value)
     if isinstance(value, str):
         return len(value)
-    size = getattr(value, "size", 1)
     # Images of PIL have their width and height there, arrays of numpy the number of their elements.
-    return size[0] * size[1] if isinstance(size, tuple) and len(size) == 2 else size if isinstance(size, int) else 1
+    size = getattr(value, "size", 1)
+    if isinstance(size, tuple) and len(size) == 2:
+        return int(size[0] * size[1])
+    return size if isinstance(size, int) else 1
 
 
 def _scaled(two: Any, three: Any, size: int) -> Any:

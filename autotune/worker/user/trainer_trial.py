@@ -27,13 +27,13 @@ from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.samples import SpreadSampler, can_spread
 from autotune.worker.user.trainer_code import (
-    Overlay,
+    TrialFields,
     ignored_message,
     intercept,
     own_batch,
     run_source,
 )
-from autotune.worker.user.trainer_fields import generates, otherwise
+from autotune.worker.user.trainer_fields import difference_from_candidate, generates
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
 _SPARE_STEPS = 20
@@ -104,13 +104,13 @@ class TrainerTrial(OwnTrial):
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
         run = micro_steps_to_run(self._candidate, self._effort)
-        self._overlay = Overlay(
+        self._fields = TrialFields(
             output_dir,
             tuned=self._wanted if self._source.kind == "script" else {},
             shortened=(self._candidate.gradient_accumulation_steps, run),
             on_cpu=self._device_kind == "cpu",
         )
-        self._overlay.install()
+        self._fields.install()
         intercept(self._train_own)
         run_source(self._source, self._wanted, output_dir)
 
@@ -118,7 +118,7 @@ class TrainerTrial(OwnTrial):
         """Train in place of ``Trainer.train``, and end the process."""
         self._guard.lift()
         try:
-            self._overlay.begin(trainer)
+            self._fields.begin(trainer)
             self._check(trainer)
             self._prepare(trainer)
             self._phases.enter("train")
@@ -141,7 +141,7 @@ class TrainerTrial(OwnTrial):
                 "with DDP or FSDP",
                 "leave deepspeed out",
             )
-        if ignored := self._overlay.ignored(trainer.args, self._wanted):
+        if ignored := self._fields.first_ignored(trainer.args, self._wanted):
             raise UserCodeError(ignored_message(self._source, ignored))
         inspected = (self._candidate.per_device_train_batch_size, self._candidate.gradient_accumulation_steps)
         if self._is_unmodified and (pair := own_batch(trainer.args)) != inspected:
@@ -156,7 +156,9 @@ class TrainerTrial(OwnTrial):
         self._has_ready_batches = batch_of(loader) is None and not generates(trainer.args)
         if self._is_unmodified:
             return
-        found = self._overlay.ignored(trainer.args, self._wanted) or otherwise(trainer, self._candidate, loader)
+        found = self._fields.first_ignored(trainer.args, self._wanted)
+        if found is None:
+            found = difference_from_candidate(trainer, self._candidate, loader)
         if found is not None:
             raise UserCodeError(
                 f"{self._source.name} trains otherwise than it was told: {found}",
@@ -187,29 +189,32 @@ class TrainerTrial(OwnTrial):
     def _prepare(self, trainer: Any) -> None:
         """Set up a ``Trainer`` to measure its steps, with an upper limit on their number. Does not train yet."""
         self._apply(trainer)
-        # What it would run by itself, with the candidate's batch.
-        args, samples = trainer.args, length(getattr(trainer, "train_dataset", None))
-        by_steps = args.max_steps > 0
-        steps = args.max_steps if by_steps else None
-        if steps is None and samples is not None:
-            steps = max(1, round(samples * args.num_train_epochs / self._candidate.samples_per_step))
-        epochs = None if by_steps else float(args.num_train_epochs)
-        run = planned_run(self._source.interface.lengths, self._candidate, steps, epochs)
+        run = self._run_by_itself(trainer)
         self._spread_steps(trainer, run)
         watch = LossWatch(trainer)
-        if self._overlay.shortened is None:
+        if self._fields.shortened is None:
             self._effort = dataclasses.replace(
                 self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps
             )
-        self._warm_up_loading(trainer.args.dataloader_num_workers, trainer.args.dataloader_prefetch_factor)
-        self._timer = self._make_timer(
-            lambda measured: self._end(self._measured(measured, trainer, watch)),
-            run=run,
-        )
+        args = trainer.args
+        self._warm_up_loading(args.dataloader_num_workers, args.dataloader_prefetch_factor)
+        self._timer = self._make_timer(lambda measured: self._end(self._measured(measured, trainer, watch)), run=run)
         self._hold_inputs(trainer, self._record_batch)
         trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
-        trainer.args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
+        args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
+
+    def _run_by_itself(self, trainer: Any) -> PlannedRun:
+        """Return the run that the ``Trainer`` would make by itself with the candidate's batch."""
+        args, samples = trainer.args, length(getattr(trainer, "train_dataset", None))
+        steps, epochs = None, None
+        if args.max_steps > 0:
+            steps = args.max_steps
+        else:
+            epochs = float(args.num_train_epochs)
+            if samples is not None:
+                steps = max(1, round(samples * epochs / self._candidate.samples_per_step))
+        return planned_run(self._source.interface.lengths, self._candidate, steps, epochs)
 
     def _spread_steps(self, trainer: Any, run: PlannedRun) -> None:
         """Draw the steps evenly from an epoch in the training's own order, where samples may be reordered."""

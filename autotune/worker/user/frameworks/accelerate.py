@@ -50,7 +50,6 @@ class AccelerateOverlay(Overlay):
             set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
 
     def _wrap(self, module: ModuleType) -> None:
-        """Wrap ``Accelerator`` and its methods."""
         from autotune.worker.user.loader_overlay import keep_key, line_of_maker
 
         kind: Any = module.Accelerator

@@ -104,7 +104,6 @@ class LightningOverlay(Overlay):
             silence(kind, "validate", "test", "predict", "save_checkpoint", returned=[])
 
     def _callback(self, package: str, observer: Observer) -> Any:
-        """Return a Lightning callback that reports the training's steps."""
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
         from autotune.worker.user.loop_steps import batch_samples
 
