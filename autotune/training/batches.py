@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,54 @@ class SettingUnavailableError(RuntimeError):
 def without_adapters(model: Any) -> Any:
     """Return the transformers model within peft's wrapper, or the model itself where it has no adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def wrap_forward(model: Any, act: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a model's ``forward`` by ``act``; return the undo function.
+
+    ``act`` gets the model, the earlier function, which takes the model as well, and the arguments. A copy of the model
+    is wrapped, too, and ``act`` gets the copy.
+    """
+    earlier, function = vars(model).get("forward"), model.forward.__func__
+
+    @functools.wraps(function)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return act(self, function, *args, **kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+    def undo() -> None:
+        del model.forward
+        if earlier is not None:
+            model.forward = earlier
+
+    return undo
+
+
+@contextlib.contextmanager
+def undone_on_error(undo: Callable[[], None], problem: str) -> Iterator[None]:
+    """Call ``undo`` where the block raises an error.
+
+    An error of a model that was called in an unusual way becomes a ``SettingUnavailableError`` that names ``problem``.
+    """
+    try:
+        yield
+    except BaseException as error:
+        undo()
+        if isinstance(error, TypeError | ValueError | AttributeError) or type(error) is RuntimeError:
+            raise SettingUnavailableError(f"{problem}: {error}") from error
+        raise
+
+
+@contextlib.contextmanager
+def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Run the block with a model in evaluation mode, so without dropout, and restore its mode."""
+    is_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(is_training)
 
 
 IGNORED = -100
@@ -111,6 +160,12 @@ def check_undivided(trainer: Trainer) -> None:
         )
 
 
+def check_loss_is_models(trainer: Trainer) -> None:
+    """Raise ``SettingUnavailableError`` where a ``Trainer`` itself computes the loss, which takes all logits."""
+    if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
+        raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
+
+
 def longest_position(model: Any) -> int | None:
     """Return the number of positions of a model; ``None`` where its config does not have it."""
     config = getattr(without_adapters(model), "config", None)
@@ -123,9 +178,11 @@ def longest_position(model: Any) -> int | None:
 def padding_value(trainer: Trainer) -> int:
     """Return the padding token of the tokenizer, or of the model, or 0."""
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
-    sources = (trainer.processing_class, getattr(model, "config", None))
-    ids = (getattr(source, "pad_token_id", None) for source in sources)
-    return next((each for each in ids if isinstance(each, int) and each >= 0), 0)
+    for source in (trainer.processing_class, getattr(model, "config", None)):
+        token = getattr(source, "pad_token_id", None)
+        if isinstance(token, int) and token >= 0:
+            return token
+    return 0
 
 
 class PaddedToMultiple:
@@ -190,10 +247,7 @@ def pad_to_multiples(trainer: Trainer, multiple: int) -> None:
     longest = longest_position(model)
     if _collator_pads(trainer, multiple, longest):
         stock_settings(trainer)["pad_to_multiple_of"] = multiple
-    change_batches(
-        trainer,
-        PaddedToMultiple(multiple, padding_value(trainer), longest, has_decoder=has_decoder),
-    )
+    change_batches(trainer, PaddedToMultiple(multiple, padding_value(trainer), longest, has_decoder=has_decoder))
 
 
 _COLLATORS = (
@@ -210,8 +264,10 @@ def _collator_pads(trainer: Trainer, multiple: int, longest: int | None) -> bool
     makes_batches = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
     if not makes_batches or type(collator) not in _COLLATORS or multiple % (collator.pad_to_multiple_of or 1):
         return False
-    most = min(longest, collator.tokenizer.model_max_length) if longest is not None else 0
-    return longest is None or -(-most // multiple) * multiple <= longest
+    if longest is None:
+        return True
+    most: int = min(longest, collator.tokenizer.model_max_length)
+    return -(-most // multiple) * multiple <= longest
 
 
 def during_training(trainer: Trainer, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
@@ -272,14 +328,14 @@ def without_full_masks(batch: Any) -> Any:
 @contextlib.contextmanager
 def _looking_for_no_packed_samples() -> Iterator[None]:
     """Keep transformers from searching for packed samples where there is no mask."""
-    asked = is_tracing, _ = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
+    is_tracing, find = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
     # As transformers does by itself since 5.23 where there is no mask.
     masking_utils.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = asked
+        masking_utils.is_tracing, masking_utils.find_packed_sequence_indices = is_tracing, find
 
 
 def leave_out_full_masks(trainer: Trainer) -> None:

@@ -72,6 +72,10 @@ class _Shape:
         self.writing: _Graph | None = None
         self.adding: _Graph | None = None
 
+    def graph(self, *, is_first: bool) -> _Graph | None:
+        """Return the graph for the first micro-step of an optimizer step or a later one; ``None`` without any."""
+        return self.writing if is_first and self.writing is not None else self.adding
+
 
 class GraphedSteps:
     """Runs micro-steps in place of ``Trainer.training_step``: as CUDA graphs where possible, else eagerly."""
@@ -100,22 +104,23 @@ class GraphedSteps:
         self, model: torch.nn.Module, inputs: Any, num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         """Run a micro-step and return its loss, as ``Trainer.training_step`` does."""
-        run = self._run_eagerly if self._parameters else self._run_first
+        run = self._run_eagerly
         if not self._parameters:
             self._parameters = [p for p in model.parameters() if p.requires_grad]
+            run = self._run_first
         inputs = self._trainer._prepare_inputs(inputs)
         leaves, structure = pytree.tree_flatten((inputs, num_items_in_batch))
         shape = self._shape_of(leaves, structure)
         is_first = self._parameters[0].grad is None
         if self._must_release and is_first:
             self._must_release = not self.release()
-        graph = (is_first and shape.writing) or shape.adding if shape is not None else None
-        if self._must_release:
-            graph = None
-        elif shape is not None and graph is None:
-            if shape.seen >= EAGER_MICRO_STEPS and self._may_capture(shape, is_first=is_first):
-                return self._captured(model, shape, leaves, structure, is_first=is_first)
-            shape.seen += 1
+        graph = None
+        if shape is not None and not self._must_release:
+            graph = shape.graph(is_first=is_first)
+            if graph is None:
+                if shape.seen >= EAGER_MICRO_STEPS and self._may_capture(shape, is_first=is_first):
+                    return self._captured(model, shape, leaves, structure, is_first=is_first)
+                shape.seen += 1
         if graph is None:
             if is_first and self._gradients:
                 self._zero()
@@ -219,7 +224,7 @@ class GraphedSteps:
         captured = [each.size for each in self._shapes.values() if each.writing or each.adding]
         if captured and shape.size > max(captured):
             return is_first and self.release()
-        return is_first if not self._gradients else is_first or self._parameters[0].grad is self._gradients[0]
+        return is_first or (bool(self._gradients) and self._parameters[0].grad is self._gradients[0])
 
     def _captured(
         self, model: torch.nn.Module, shape: _Shape, leaves: list[Any], structure: Any, *, is_first: bool

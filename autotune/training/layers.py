@@ -69,7 +69,7 @@ def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
     return len(layers)
 
 
-class _SomeAtStart(TrainerCallback):  # type: ignore[misc]
+class _CheckpointSome(TrainerCallback):  # type: ignore[misc]
     """Turns checkpointing off in some layers once the ``Trainer`` has turned it on, as it does when training starts."""
 
     def __init__(self, trainer: Trainer, count: int, every: int | None) -> None:
@@ -91,15 +91,23 @@ def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
 
     Where ``count`` layers are every n-th one, newer versions of transformers choose them, from the first layer on.
     """
-    layers, args, every = _innermost_flagged(trainer.model), trainer.args, None
-    if _TAKES_EVERY and args.activation_checkpointing and 0 < count <= len(layers):
-        every = -(-len(layers) // count)
-        # transformers counts layers of its own class.
-        counted = [module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        every = every if counted == layers and -(-len(layers) // every) == count else None
+    args, every = trainer.args, None
+    if _TAKES_EVERY and trainer.args.activation_checkpointing:
+        every = _interval_of(trainer.model, count)
     if every is not None:
         args.activation_checkpointing_kwargs = {**(args.activation_checkpointing_kwargs or {}), _EVERY: every}
-    trainer.add_callback(_SomeAtStart(trainer, count, every))
+    trainer.add_callback(_CheckpointSome(trainer, count, every))
+
+
+def _interval_of(model: torch.nn.Module, count: int) -> int | None:
+    """Return the n for which every n-th layer makes ``count`` layers, as transformers counts them; ``None`` if none."""
+    layers = _innermost_flagged(model)
+    if not 0 < count <= len(layers):
+        return None
+    every = -(-len(layers) // count)
+    # transformers counts layers of its own class.
+    counted = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return every if counted == layers and -(-len(layers) // every) == count else None
 
 
 _MOST_CODES = 24
@@ -110,7 +118,7 @@ A T5 some of whose layers are checkpointed needs 24, where batches differ in len
 cost time where a model generates with a cache, for which each layer has codes of its own."""
 
 
-class _AtStart(TrainerCallback):  # type: ignore[misc]
+class _NoFlagsWithinLayers(TrainerCallback):  # type: ignore[misc]
     """Turns flags within layers off once the ``Trainer`` has turned checkpointing on, which it does as training starts.
 
     By its flag T5's attention has a bias of zeros require a gradient, which nothing uses. torch leaves that layer
@@ -140,13 +148,13 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
 
     Raises ``SettingUnavailableError`` for a model without repeated layers.
     """
-    make = trainer.call_model_init
+    make, dynamic = trainer.call_model_init, True if for_any_length else None
     # A Trainer with a model_init makes another model when training starts.
-    trainer.call_model_init = lambda trial=None: _compile_repeated(trainer, make(trial), for_any_length or None)
-    _compile_repeated(trainer, trainer.model, for_any_length or None)
+    trainer.call_model_init = lambda trial=None: _compile_repeated(trainer, make(trial), dynamic)
+    _compile_repeated(trainer, trainer.model, dynamic)
     # With torch_compile=True accelerate would compile the whole model as well.
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
-    trainer.add_callback(_AtStart())
+    trainer.add_callback(_NoFlagsWithinLayers())
     if for_any_length:
         # Else torch unifies equal sizes: after a first batch as long as a head is wide, the next is compiled anew.
         symbolic_shapes.use_duck_shape = False

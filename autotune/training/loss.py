@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +23,14 @@ from torch.nn import functional
 from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from autotune.training.batches import IGNORED, SettingUnavailableError, during_training, without_adapters
+from autotune.training.batches import (
+    IGNORED,
+    SettingUnavailableError,
+    check_loss_is_models,
+    during_training,
+    without_adapters,
+    wrap_forward,
+)
 
 # Number of logits that exist at once: 1 GiB in float32. Smaller pieces take more launches; with larger ones nothing
 # more is gained.
@@ -384,19 +389,16 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
     fused = _FusedLoss(layer, piece, scaler)
     layer.forward, model.loss_function = fused.logits, fused.loss
     model._fused_loss = fused
-    if getattr(model.forward, "_tells_labels", False):
-        return fused
-    whole = model.forward.__func__
 
-    # A bound method that reads the state of its own model: a copy of the model has a fused loss of its own.
-    @functools.wraps(whole)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (own := vars(self).get("_fused_loss")) is not None:
+    def forward(model: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A copy of the model has a fused loss of its own.
+        if (own := vars(model).get("_fused_loss")) is not None:
             own.has_labels = kwargs.get("labels") is not None
-        return whole(self, *args, **kwargs)
+        return whole(model, *args, **kwargs)
 
-    forward._tells_labels = True  # type: ignore[attr-defined]
-    model.forward = types.MethodType(forward, model)
+    if not getattr(model.forward, "_tells_labels", False):
+        wrap_forward(model, forward)
+        model.forward.__func__._tells_labels = True
     return fused
 
 
@@ -408,13 +410,11 @@ def fuse_loss(trainer: Trainer) -> None:
     gradients of a few tokens change: for a model that changes its logits after that layer (a cap, a scale, a smaller
     vocabulary), or computes its loss by itself; and for label smoothing or the user's own loss, which may read logits.
     """
-    is_own = type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer)
-    if is_own or trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
+    if type(trainer).compute_loss is not Trainer.compute_loss or "compute_loss" in vars(trainer):
         raise SettingUnavailableError(
-            "the Trainer computes the loss from logits (label smoothing or a loss of yours)"
-            if not is_own
-            else f"{type(trainer).__name__}.compute_loss is your own, and may read logits, which it would not be given"
+            f"{type(trainer).__name__}.compute_loss is your own, and may read logits, which it would not be given"
         )
+    check_loss_is_models(trainer)
     # Element-wise kernels on the logits are most of the loss's time; compiled, they are two.
     args = trainer.args
     piece = _compiled_piece(args.torch_compile_backend or "inductor") if args.torch_compile else _piece
@@ -429,15 +429,14 @@ def fuse_loss(trainer: Trainer) -> None:
             # Compiled, the few tokens would take seconds.
             with torch.compiler.set_stance("force_eager"):
                 is_alike = _are_alike(stock, few.loss_and_gradients())
+            if not is_alike:
+                raise SettingUnavailableError(
+                    f"the loss of {type(without_adapters(model)).__name__} is another one where it is computed without "
+                    "logits: they are changed or read after the output layer"
+                )
         except BaseException:
             fused.undo(model)
             raise
-        if not is_alike:
-            fused.undo(model)
-            raise SettingUnavailableError(
-                f"the loss of {type(without_adapters(model)).__name__} is another one where it is computed without "
-                "logits: they are changed or read after the output layer"
-            )
     fused.trains = False
     during_training(trainer, functools.partial(_flag_set, fused, "trains"))
     step = trainer.prediction_step
@@ -466,29 +465,24 @@ def divide_by_accumulation(trainer: Trainer) -> None:
     divides the loss; its ``divides_by_accumulation`` is then true. A model that is compiled as a whole runs this
     micro-step without the compiler.
     """
-    accepts, accumulates = (
-        trainer.__dict__.get("model_accepts_loss_kwargs"),
-        trainer.args.gradient_accumulation_steps > 1,
-    )
-    own = trainer.__dict__.get("compute_loss")
-    if not (accepts and accumulates):
-        return
-    trainer.compute_loss = _FirstLoss(trainer, own)
+    accepts_items = vars(trainer).get("model_accepts_loss_kwargs")
+    if accepts_items and trainer.args.gradient_accumulation_steps > 1:
+        trainer.compute_loss = _FirstLoss(trainer)
 
 
 def withdraw_division(trainer: Trainer) -> None:
     """Undo ``divide_by_accumulation`` on a ``Trainer`` that has not trained since."""
-    waiting = trainer.__dict__.get("compute_loss")
-    if isinstance(waiting, _FirstLoss):
-        waiting.withdraw()
+    if isinstance(trainer.compute_loss, _FirstLoss):
+        trainer.compute_loss.withdraw()
 
 
 class _FirstLoss:
     """Takes the place of ``compute_loss`` until it has computed a loss of the training."""
 
-    def __init__(self, trainer: Any, own: Any) -> None:
-        self._trainer, self._own = trainer, own
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._compute = trainer.compute_loss
+        self._own = vars(trainer).get("compute_loss")
 
     def withdraw(self) -> None:
         """Restore the Trainer's own ``compute_loss``."""
@@ -509,7 +503,7 @@ class _FirstLoss:
         # layers stay compiled: what a checkpoint recomputes must be what was computed.
         layers = set(trainer.model.modules()) - {trainer.model}
         is_by_layer = any(layer._compiled_call_impl is not None for layer in layers)
-        with nullcontext() if is_by_layer else torch.compiler.set_stance("force_eager"):
+        with contextlib.nullcontext() if is_by_layer else torch.compiler.set_stance("force_eager"):
             computed = self._compute(*args, num_items_in_batch=items, **kwargs)
         loss = computed[0] if isinstance(computed, tuple) else computed
         trainer.divides_by_accumulation = trainer.compute_loss_func is None and not _depends_on(loss, items)

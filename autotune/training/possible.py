@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from transformers import Trainer
 
 from autotune.training import apply
-from autotune.training.batches import Loading, SettingUnavailableError
+from autotune.training.batches import Loading, SettingUnavailableError, in_evaluation_mode
 from autotune.training.graphs import check_code
 
 SETTINGS: dict[str, Any] = {
@@ -97,12 +97,7 @@ def _padding(batch: Any) -> int:
 @torch.no_grad()
 def _loss(trainer: Any, batch: Any) -> float:
     """Return the loss of a batch without dropout."""
-    model = trainer.model
-    is_training = model.training
-    model.eval()
-    try:
+    with in_evaluation_mode(trainer.model):
         inputs = trainer._prepare_inputs(dict(batch) if isinstance(batch, Mapping) else batch)
         with trainer.compute_loss_context_manager():
-            return float(trainer.compute_loss(model, inputs))
-    finally:
-        model.train(is_training)
+            return float(trainer.compute_loss(trainer.model, inputs))

@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import functools
 import itertools
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,9 +27,12 @@ from autotune.training.batches import (
     change_loader,
     check_undivided,
     during_training,
+    in_evaluation_mode,
     longest_position,
     padding_value,
+    undone_on_error,
     without_adapters,
+    wrap_forward,
 )
 
 # Torch's kernel of flash attention for samples of several lengths in one row, as one operator that compilers and CUDA
@@ -178,10 +180,10 @@ def attend_within_samples(
     if cu_seq_lens_q is None or max_length_q is None:
         raise SettingUnavailableError("attention within samples was not told where they begin")
     odd = [name for name in ("softcap", "position_bias", "s_aux") if kwargs.get(name) is not None]
-    if odd or not getattr(module, "is_causal", True):
-        raise SettingUnavailableError(
-            f"attention with {odd[0]} is not computed within samples" if odd else "attention is not causal"
-        )
+    if odd:
+        raise SettingUnavailableError(f"attention with {odd[0]} is not computed within samples")
+    if not getattr(module, "is_causal", True):
+        raise SettingUnavailableError("attention is not causal")
     device, size = query.device.type, query.shape[-1]
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -260,11 +262,10 @@ class InOneRow:
         fill = -tokens % self._multiple
         within = torch.arange(fill) % self._filler
         values = {"input_ids": self._pad, "labels": IGNORED}
-        filled = {
-            name: torch.cat((value, within.to(value) if name == "position_ids" else
-                             torch.full((fill,), values.get(name, 0)).to(value)))
-            for name, value in row.items()
-        }  # fmt: skip
+        filled = {}
+        for name, value in row.items():
+            added = within if name == "position_ids" else torch.full((fill,), values.get(name, 0))
+            filled[name] = torch.cat((value, added.to(value)))
         fillers = torch.arange(tokens, tokens + fill, self._filler)
         ends = torch.cat((ends[:-1], fillers, torch.tensor([tokens + fill])))
         if samples is None:
@@ -387,16 +388,11 @@ def join_samples(trainer: Trainer, multiple: int | None = None) -> None:
             f"it is not known whether {attention} keeps the samples of a row apart; use sdpa, eager, flex_attention or "
             "flash_attention_2"
         )
-    try:
+    with undone_on_error(undo, f"{name} does not take samples in one row"):
         if _mixes(trainer, base):
             raise SettingUnavailableError(
                 f"{name} mixes the samples of a row with {attention} attention; train without padding_free and packing"
             )
-    except BaseException as error:
-        undo()
-        if isinstance(error, TypeError | ValueError | AttributeError) or type(error) is RuntimeError:
-            raise SettingUnavailableError(f"{name} does not take samples in one row: {error}") from error
-        raise
     trainer._is_in_one_row = True
     # The loss is divided by the labels that the Trainer counts in a step. Where it counts those of first tokens, it
     # does so in rows, too, and they are left out afterwards.
@@ -427,22 +423,18 @@ def _attend_by_borders(model: Any) -> Callable[[], None]:
 
     The attention stays until the next call, since checkpointed layers run again in the backward pass.
     """
-    earlier, whole = vars(model).get("forward"), model.forward.__func__
-    if getattr(whole, "_attends_as_told", False):
+    if getattr(model.forward, "_attends_by_borders", False):
         return lambda: None
 
-    @functools.wraps(whole)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _set_attention(self, ATTENTION if kwargs.get(_BORDERS_OF) is not None else "sdpa")
-        return whole(self, *args, **kwargs)
+    def forward(model: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        _set_attention(model, ATTENTION if kwargs.get(_BORDERS_OF) is not None else "sdpa")
+        return whole(model, *args, **kwargs)
 
-    forward._attends_as_told = True  # type: ignore[attr-defined]
-    model.forward = types.MethodType(forward, model)
+    unwrap = wrap_forward(model, forward)
+    model.forward.__func__._attends_by_borders = True
 
     def undo() -> None:
-        del model.forward
-        if earlier is not None:
-            model.forward = earlier
+        unwrap()
         _set_attention(model, "sdpa")
 
     return undo
@@ -481,11 +473,7 @@ def _mixes(trainer: Trainer, model: Any) -> bool:
             of_row: torch.Tensor = model(**moved, use_cache=False).logits
         return of_row[0, -len(second) :].float()
 
-    is_training = model.training
-    model.eval()
-    try:
+    with in_evaluation_mode(model):
         one, other, alone = logits(first, second), logits(changed, second), logits(second)
-    finally:
-        model.train(is_training)
     largest = one.abs().max()
     return bool((one - other).abs().max() > _APART * largest or (one - alone).abs().max() > _ALIKE * largest)

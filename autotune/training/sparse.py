@@ -8,8 +8,6 @@ logits of fewer tokens.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +18,12 @@ from autotune.training.batches import (
     IGNORED,
     SettingUnavailableError,
     change_batches,
+    check_loss_is_models,
     check_undivided,
+    in_evaluation_mode,
+    undone_on_error,
     without_adapters,
+    wrap_forward,
 )
 
 POSITIONS = "predicted_positions"
@@ -80,31 +82,27 @@ def predict_chosen_tokens(model: Any) -> Callable[[], None]:
     Its loss is the same, since tokens without a label have no part in it. It returns logits (1, positions, vocabulary).
     """
     model = without_adapters(model)
-    earlier, whole = model.__dict__.get("forward"), model.forward.__func__
     model._chosen_tokens = chosen = _Chosen()
     hook = model.base_model.register_forward_hook(chosen.after_encoder)
 
-    # A bound method that reads the state of its own model: a copy of the model computes with the copy's weights.
-    @functools.wraps(whole)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(model: Any, whole: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         positions = kwargs.pop(POSITIONS, None)
         labels = kwargs.get("labels")
         if positions is None or labels is None or not torch.is_grad_enabled():
-            return whole(self, *args, **kwargs)
+            return whole(model, *args, **kwargs)
         kwargs["labels"] = labels.reshape(-1).index_select(0, positions)[None]
-        self._chosen_tokens.positions = positions
+        model._chosen_tokens.positions = positions
         try:
-            return whole(self, *args, **kwargs)
+            return whole(model, *args, **kwargs)
         finally:
-            self._chosen_tokens.positions = None
+            model._chosen_tokens.positions = None
 
-    model.forward = types.MethodType(forward, model)
+    unwrap = wrap_forward(model, forward)
 
     def undo() -> None:
         hook.remove()
-        del model.forward, model._chosen_tokens
-        if earlier is not None:
-            model.forward = earlier
+        del model._chosen_tokens
+        unwrap()
 
     return undo
 
@@ -117,24 +115,17 @@ def predict_labelled_tokens(trainer: Trainer) -> None:
     """
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     name = type(model).__name__
-    if trainer.args.label_smoothing_factor or trainer.compute_loss_func is not None:
-        raise SettingUnavailableError("the Trainer computes the loss from logits (label smoothing or a loss of yours)")
+    check_loss_is_models(trainer)
     if not name.endswith("ForMaskedLM") or model.base_model is model or not hasattr(model.forward, "__func__"):
         raise SettingUnavailableError(f"{name} is no masked language model with an encoder of its own")
     check_undivided(trainer)
     undo = predict_chosen_tokens(model)
     if not next(model.parameters()).is_meta:
-        try:
-            with trainer.accelerator.autocast():
-                is_alike = _is_alike(model)
-        except BaseException as error:
-            undo()
-            if isinstance(error, TypeError | ValueError | AttributeError) or type(error) is RuntimeError:
-                raise SettingUnavailableError(f"{name} does not compute some tokens alone: {error}") from error
-            raise
-        if not is_alike:
-            undo()
-            raise SettingUnavailableError(f"the logits of {name} are other ones where only some tokens are predicted")
+        with undone_on_error(undo, f"{name} does not compute some tokens alone"), trainer.accelerator.autocast():
+            if not _is_alike(model):
+                raise SettingUnavailableError(
+                    f"the logits of {name} are other ones where only some tokens are predicted"
+                )
     change_batches(trainer, with_positions)
 
 
@@ -143,15 +134,11 @@ def _is_alike(model: Any) -> bool:
     words, device = model.get_input_embeddings().num_embeddings, next(model.parameters()).device
     tokens = torch.arange(8, device=device).reshape(2, 4) % words
     positions = torch.tensor([6, 1], device=device)
-    is_training = model.training
-    model.eval()
-    try:
+    with in_evaluation_mode(model):
         with torch.enable_grad():
             some = model.forward(input_ids=tokens, labels=tokens, predicted_positions=positions).logits.detach()
         with torch.no_grad():
             every = model.forward(input_ids=tokens).logits
-    finally:
-        model.train(is_training)
     if some.shape != (1, 2, every.shape[-1]):
         return False
     expected = every.reshape(-1, every.shape[-1])[positions]

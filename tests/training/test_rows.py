@@ -233,12 +233,6 @@ def test_rows_have_few_shapes() -> None:
         assert (row["labels"][0][starts] == -100).all()
 
 
-def test_what_an_attention_mask_hides_is_not_packed() -> None:
-    samples = [{"input_ids": [5, 6, 7, 0], "labels": [5, 6, 7, 0], "attention_mask": [1, 1, 1, 0]}] * 2
-    rows = pack(samples, 6)
-    assert [rows[0][name] for name in ("input_ids", "position_ids")] == [[5, 6, 7] * 2, [0, 1, 2] * 2]
-
-
 def test_no_batch_is_padded_beyond_the_positions_of_a_model() -> None:
     batch = padded(texts())
     assert PaddedToMultiple(64, longest=40)(batch)["input_ids"].shape[1] == 40
@@ -305,17 +299,6 @@ def test_what_keeps_samples_from_being_told_apart_is_refused(tmp_path: Path) -> 
     trainer = apply(trainer_on(language_model(), texts(), tmp_path, padded), padding_free=True)
     with pytest.raises(SettingUnavailableError, match="in one row already"):
         apply(trainer, padding_free=True)
-
-
-@pytest.mark.parametrize("change", ["left", "labels"])
-def test_padding_that_other_tokens_depend_on_is_refused(change: str) -> None:
-    batch = padded(texts(4))
-    if change == "left":
-        batch = {name: value.flip(1) for name, value in batch.items()}
-    else:
-        batch["labels"] = batch["input_ids"].clone()
-    with pytest.raises(SettingUnavailableError, match="on the left" if change == "left" else "labels for its padding"):
-        InOneRow()(batch)
 
 
 def test_padding_is_not_packed() -> None:
