@@ -233,8 +233,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any
 }  # fmt: skip
 
 
-def refusal(data: DataSpec, folder: Path, model: str = QWEN, seq_len: int = SEQ_LEN) -> str:
-    workload = dataclasses.replace(tiny_workload(model, seq_len=seq_len, images=0, image_side=None), data=data)
+def refusal(data: DataSpec, folder: Path, seq_len: int = SEQ_LEN, **changes: Any) -> str:
+    made = tiny_workload(QWEN, seq_len=seq_len, images=0, image_side=None, **changes)
+    workload = dataclasses.replace(made, data=data)
     problem = read_data(workload, str(folder / "read")).problem
     assert problem is not None
     return f"{problem.message} | {problem.hint}"
@@ -269,15 +270,9 @@ def test_a_processor_that_does_not_serve_is_refused(tmp_path: Path) -> None:
     assert "give a processor with a chat template with --tokenizer" in refusal(spec(chats, mute), tmp_path)
     # The text of a model with other tokens.
     small = tiny_workload(QWEN)
-    of_few = {"config": {"text_config": {**small.config["text_config"], "vocab_size": 8}}}
-    other = {"config": {"image_token_id": 7}}
-    for changes, words in ((of_few, "has only 8 tokens"), (other, "reads token 7 as images")):
-        workload = dataclasses.replace(
-            tiny_workload(QWEN, seq_len=SEQ_LEN, images=0, image_side=None, **changes), data=spec(path, mute)
-        )
-        problem = read_data(workload, str(tmp_path / "read")).problem
-        assert problem is not None
-        assert words in problem.message
+    of_few = {"text_config": {**small.config["text_config"], "vocab_size": 8}}
+    for config, words in ((of_few, "has only 8 tokens"), ({"image_token_id": 7}, "reads token 7 as images")):
+        assert words in refusal(spec(path, mute), tmp_path, config=config)
 
 
 def test_a_processor_that_films_need_a_package_for_names_it(

@@ -118,15 +118,37 @@ def make_schedule(
     micro_costs = padded * (1 if shape.joins else shape.batch)
     # Ranks wait for each other once a step, so the rank with the highest cost decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
-    by_cost = np.argsort(costs, kind="stable")
-    order, repeats = list(worst), 0
-    positions = spread_positions(len(by_cost))
     worst_tokens = None if lengths is None else spec.padded(int(sizes.max()), seq_len)
+    order = list(worst)
     # The largest batches may have no attention mask, which makes them another shape than a padded batch as long.
     seen: set[int] = set()
     for step in random.choice(len(steps), shape.ordinary_steps):
         order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
         seen.update(shapes[step, : shape.micro_steps_run].reshape(-1).tolist())
+    measured, repeats = _measured_steps(steps, shapes, np.argsort(costs, kind="stable"), seen, shape, random)
+    order += measured
+    of_epoch = max(1, samples // step_samples)
+    new = new_in_steps(shapes.reshape(-1, shape.ranks), shape.micro_steps, of_epoch)
+    return Schedule(
+        tuple(order),
+        shape.worst_steps,
+        repeats,
+        worst_tokens,
+        PlannedRun(of_epoch, 1.0, new[-1][1], new[-1][1], new, float(costs.mean()), lengths is not None),
+    )
+
+
+def _measured_steps(
+    steps: Any, shapes: Any, by_cost: Any, seen: set[int], shape: BatchShape, random: np.random.Generator
+) -> tuple[list[int], int]:
+    """Return the samples of the measured steps, and how many of these steps are repeats.
+
+    Steps are spread over ``by_cost``, the indices of an epoch's steps from the cheapest on. A step with ``shapes`` that
+    were not ``seen`` before comes again after its group.
+    """
+    order: list[int] = []
+    repeats = 0
+    positions = spread_positions(len(by_cost))
     for begin in range(0, shape.measured_steps, GROUP):
         again: list[int] = []
         for _ in range(begin, min(begin + GROUP, shape.measured_steps)):
@@ -139,15 +161,7 @@ def make_schedule(
                 repeats += shape.visits - 1
             seen |= met
         order += again * (shape.visits - 1)
-    of_epoch = max(1, samples // step_samples)
-    new = new_in_steps(shapes.reshape(-1, shape.ranks), shape.micro_steps, of_epoch)
-    return Schedule(
-        tuple(order),
-        shape.worst_steps,
-        repeats,
-        worst_tokens,
-        PlannedRun(of_epoch, 1.0, new[-1][1], new[-1][1], new, float(costs.mean()), lengths is not None),
-    )
+    return order, repeats
 
 
 def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape) -> list[int]:
@@ -168,11 +182,11 @@ def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape)
         longest = np.concatenate((descending[:1], np.argsort(-np.asarray(image_tokens), kind="stable")))
     full = np.resize(longest, shape.batch)
     heads = longest[: 1 if targets is None else 2]
-    mixed = np.concatenate((heads, descending[::-1]))
-    mixed = np.resize(mixed, shape.batch)
-    micro_steps = [full] * shape.micro_steps_run * (shape.worst_steps - 1) + [mixed] * shape.micro_steps_run
-    if shape.worst_steps < 3:
-        micro_steps = [full] * shape.micro_steps_run * shape.worst_steps
+    mixed = np.resize(np.concatenate((heads, descending[::-1])), shape.batch)
+    batches = [full] * shape.worst_steps
+    if shape.worst_steps >= 3:
+        batches[-1] = mixed
+    micro_steps = [batch for batch in batches for _ in range(shape.micro_steps_run)]
     return [int(index) for micro_step in micro_steps for index in np.tile(micro_step, shape.ranks)]
 
 
@@ -254,32 +268,34 @@ class PreparedDataset:
             return {**datasets, "processing_class": tokenizer, "data_collator": self._collator(tokenizer, model)}
         if self._image_tokens is not None:
             processor = AutoProcessor.from_pretrained(str(self._folder / PROCESSOR_FOLDER))
-            named = dict(zip(("padding", "max_length", "pad_to_multiple_of"), self._padding(), strict=True))
-            given = {name: value for name, value in named.items() if value is not None}
+            given = {name: value for name, value in self._padding().items() if value is not None}
             return {**datasets, "data_collator": ImageTextCollator(processor, model.config.image_token_id, given)}
         transform = _ImageTransform(model.config)
         pictures = {name: dataset.with_transform(transform) for name, dataset in datasets.items()}
         return {**pictures, "data_collator": default_data_collator}
 
-    def _padding(self) -> tuple[str, int | None, int | None]:
-        """Return padding mode, length and multiple, as arguments of tokenizers."""
-        spec = self._spec
-        max_length = self._workload.seq_len if spec.padding == "max_length" else None
-        return spec.padding, max_length, spec.pad_to_multiple_of
+    def _padding(self) -> dict[str, Any]:
+        """Return how batches are padded, as arguments of tokenizers and collators."""
+        max_length = self._workload.seq_len if self._spec.padding == "max_length" else None
+        multiple = self._spec.pad_to_multiple_of
+        return {"padding": self._spec.padding, "max_length": max_length, "pad_to_multiple_of": multiple}
 
     def _collator(self, tokenizer: Any, model: Any) -> Any:
         """Return the data collator for the task."""
-        padding, max_length, multiple = self._padding()
+        padding = self._padding()
         if self._workload.task == "sequence-classification":
-            return DataCollatorWithPadding(tokenizer, padding, max_length, multiple)
+            return DataCollatorWithPadding(tokenizer, **padding)
         if self._workload.task == "seq2seq-lm":
-            return DataCollatorForSeq2Seq(tokenizer, model, padding, max_length, pad_to_multiple_of=multiple)
+            return DataCollatorForSeq2Seq(tokenizer, model, **padding)
         is_masked = self._workload.task == "masked-lm"
         if not is_masked and "labels" in self.dataset.column_names:
             # Another collator would make labels of the tokens.
-            return DataCollatorForSeq2Seq(tokenizer, None, padding, max_length, pad_to_multiple_of=multiple)
-        collator = DataCollatorForLanguageModeling(tokenizer, mlm=is_masked, pad_to_multiple_of=multiple)
-        return _PaddedToLength(collator, tokenizer, max_length) if max_length else collator
+            return DataCollatorForSeq2Seq(tokenizer, None, **padding)
+        collator = DataCollatorForLanguageModeling(
+            tokenizer, mlm=is_masked, pad_to_multiple_of=self._spec.pad_to_multiple_of
+        )
+        length = padding["max_length"]
+        return _PaddedToLength(collator, tokenizer, length) if length else collator
 
 
 class _PaddedToLength:

@@ -46,7 +46,7 @@ from autotune.worker.dataset.prepared import (
 from autotune.worker.dataset.reading_image_text import check_has_pillow, read_images_with_text
 from autotune.worker.dataset.tokenizer import load_tokenizer
 from autotune.worker.failures import first_line
-from autotune.worker.private.datasets import dataset_of_table, in_stored_order
+from autotune.worker.private.datasets import in_stored_order, without_features
 from autotune.worker.private.transformers import length_grouped_order
 
 _TARGET_NAMES = ("target", "summary", "labels", "label")
@@ -102,7 +102,7 @@ class _Reading:
             return self._read_images(dataset)
         if self._workload.task == "image-text-to-text":
             lengths = read_images_with_text(dataset, self._workload, self._folder)
-            return DataFacts(len(lengths), None, self._describe(lengths, lengths, None))
+            return DataFacts(len(lengths), None, self._length_statistics(lengths, lengths, None))
         return self._read_text(dataset)
 
     # Text
@@ -136,7 +136,7 @@ class _Reading:
         tokenizer.save_pretrained(str(self._folder / TOKENIZER_FOLDER))
         if targets is not None:
             np.save(self._folder / TARGET_LENGTHS_FILE, targets)
-        described = self._describe(real, raw, targets, stored=lengths if real is not lengths else None)
+        described = self._length_statistics(real, raw, targets, stored=lengths if real is not lengths else None)
         if not self._spec.packing:
             np.save(self._folder / LENGTHS_FILE, lengths)
             return DataFacts(len(lengths), num_labels, described, without_text=self._without_text)
@@ -149,7 +149,11 @@ class _Reading:
         np.save(self._folder / ROWS_FILE, of_sample)
         np.save(self._folder / LENGTHS_FILE, rows)
         return DataFacts(
-            len(rows), None, self._describe(rows, rows, None), Packed(len(lengths), described), self._without_text
+            len(rows),
+            None,
+            self._length_statistics(rows, rows, None),
+            Packed(len(lengths), described),
+            self._without_text,
         )
 
     def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
@@ -200,7 +204,7 @@ class _Reading:
         Where the dataset holds padding, its mask is kept, and the lengths count tokens without padding. Samples to be
         packed lose their padding.
         """
-        limit, names, packs = self._workload.seq_len, dataset.column_names, self._spec.packing
+        limit, names = self._workload.seq_len, dataset.column_names
         # The dataset's own labels of each token, -100 where a token is not predicted.
         own = "labels" if self._workload.task == "causal-lm" and _is_of_lists(dataset, "labels") else None
         kept = [_TOKENS, *(name for name in ("token_type_ids", target, own) if name and name in names)]
@@ -217,7 +221,7 @@ class _Reading:
                     "make both with the same truncation and padding, or remove the column",
                 )
         is_padded = _MASK in each_token and bool((real_counts(dataset.data.column(_MASK)) < raw).any())
-        stripped = kept if is_padded and packs else []
+        loses_padding = is_padded and self._spec.packing
         if is_padded:
             kept = [*kept, _MASK]
             raw = real_counts(dataset.data.column(_MASK))
@@ -227,21 +231,24 @@ class _Reading:
             )
 
         def cut(batch: dict[str, Any]) -> dict[str, Any]:
-            masks = [[1] * len(tokens) for tokens in batch[_TOKENS]] if not is_padded else batch[_MASK]
-            for name in stripped:
-                pairs = zip(batch[name], masks, strict=True)
-                batch[name] = [[each for each, real in zip(*pair, strict=True) if real] for pair in pairs]
-            # Padding comes off first, on whichever side it is.
-            starts = [max(0, len(mask) - limit) if not mask[0] and not stripped else 0 for mask in masks]
+            columns = dict(batch.items())
+            starts = [0] * len(columns[_TOKENS])
+            if loses_padding:
+                masks = columns.pop(_MASK)
+                for name, values in columns.items():
+                    pairs = zip(values, masks, strict=True)
+                    columns[name] = [[each for each, real in zip(*pair, strict=True) if real] for pair in pairs]
+            elif is_padded:
+                # Padding comes off first, also where it is on the left.
+                starts = [0 if mask[0] else max(0, len(mask) - limit) for mask in columns[_MASK]]
             return {
                 name: [tokens[start : start + limit] for tokens, start in zip(values, starts, strict=True)]
-                for name, values in batch.items()
-                if name != _MASK or not stripped
+                for name, values in columns.items()
             }
 
         made = dataset.select_columns(kept).map(
             cut, batched=True, load_from_cache_file=False, cache_file_name=str(self._cache("cut.arrow")),
-            remove_columns=[_MASK] if stripped else None,
+            remove_columns=[_MASK] if loses_padding else None,
         )  # fmt: skip
         if target is not None and target != "labels":
             made = made.rename_column(target, "labels")
@@ -266,7 +273,7 @@ class _Reading:
                 "make the tokens with the model's own tokenizer, or name a column of text with --text-column",
             )
 
-    def _describe(self, lengths: Any, raw: Any, targets: Any, stored: Any = None) -> Lengths:
+    def _length_statistics(self, lengths: Any, raw: Any, targets: Any, stored: Any = None) -> Lengths:
         """Return statistics of samples' lengths without padding, given as an array (samples,).
 
         ``raw`` are lengths before truncation, ``targets`` those of targets, and ``stored`` those with the dataset's own
@@ -310,8 +317,7 @@ class _Reading:
         if name != IMAGE:
             plain = plain.rename_column(name, IMAGE)
         # As plain bytes or paths, so that saving does not copy the images themselves.
-        plain = dataset_of_table(plain.data.table.replace_schema_metadata(None))
-        plain = plain.add_column("labels", labels)
+        plain = without_features(plain).add_column("labels", labels)
         plain.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         return DataFacts(len(labels), num_labels)
 
@@ -400,8 +406,8 @@ def _check_same_columns(spec: DataSpec, files: list[str], links: list[str], opti
         if not is_like:
             names = [in_one_line(str(Path(path).relative_to(spec.source))) for path in (file, first)]
             raise InvalidRequestError(
-                f"--dataset {spec.label}: {names[0]} has the columns {_listed(kinds)}, but {names[1]} has "
-                f"{_listed(others)}",
+                f"--dataset {spec.label}: {names[0]} has the columns {_columns_in_words(kinds)}, but {names[1]} has "
+                f"{_columns_in_words(others)}",
                 "give files with the same columns, or name one of the files with --dataset",
             )
 
@@ -417,7 +423,7 @@ def _column_types(spec: DataSpec, link: str, options: dict[str, str]) -> dict[st
     return {name: names.get(type(value), type(value).__name__) for name, value in row.items()}
 
 
-def _listed(kinds: dict[str, str]) -> str:
+def _columns_in_words(kinds: dict[str, str]) -> str:
     """Return the first columns with their types in words: ``text (text), label (number) …``."""
     some = [f"{name} ({kind})" for name, kind in kinds.items()]
     return in_one_line(", ".join(some[:_MOST_COLUMNS]) + (" …" if len(some) > _MOST_COLUMNS else ""))

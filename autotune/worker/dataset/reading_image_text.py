@@ -19,7 +19,7 @@ from autotune.worker.dataset.columns import check_in_vocabulary, find_column, fi
 from autotune.worker.dataset.prepared import IMAGE_TOKENS_FILE, LENGTHS_FILE, PROCESSOR_FOLDER, SAMPLES_FOLDER
 from autotune.worker.dataset.tokenizer import IMAGES, TEXT, images_in, load_processor, opened
 from autotune.worker.failures import first_line
-from autotune.worker.private.datasets import dataset_of_table
+from autotune.worker.private.datasets import without_features
 
 _IMAGE_NAMES = ("images", "image", "img")
 _MESSAGES = "messages"
@@ -39,7 +39,7 @@ def read_images_with_text(dataset: Any, workload: Workload, folder: Path) -> Any
     """
     assert workload.data is not None
     check_has_pillow()
-    reading = _Reading(dataset, workload, workload.data)
+    reading = _ImageTextReading(dataset, workload, workload.data)
     reading.count()
     reading.check()
     reading.samples().save_to_disk(str(folder / SAMPLES_FOLDER))
@@ -50,7 +50,7 @@ def read_images_with_text(dataset: Any, workload: Workload, folder: Path) -> Any
     return lengths
 
 
-class _Reading:
+class _ImageTextReading:
     """Finds the columns of images and text, and counts the tokens of each sample in one pass."""
 
     def __init__(self, dataset: Any, workload: Workload, spec: DataSpec) -> None:
@@ -221,9 +221,8 @@ class _Reading:
         """Return a dataset of the texts and the undecoded images."""
         if self._paths:
             return Dataset.from_dict({IMAGES: self._paths, TEXT: self._texts})
-        images = self._dataset.select_columns([self._images])
         # As plain bytes or paths, so that nothing decodes them but the collator.
-        plain = dataset_of_table(images.data.table.replace_schema_metadata(None))
+        plain = without_features(self._dataset.select_columns([self._images]))
         if self._images != IMAGES:
             plain = plain.rename_column(self._images, IMAGES)
         return plain.add_column(TEXT, self._texts)

@@ -10,9 +10,9 @@ def in_stored_order(dataset: Any) -> Any:
     return dataset.flatten_indices() if dataset._indices is not None else dataset
 
 
-def dataset_of_table(table: Any) -> Any:
-    """Return a dataset over an Arrow table in memory."""
+def without_features(dataset: Any) -> Any:
+    """Return the dataset as plain Arrow columns, so that nothing decodes its images or copies them into its files."""
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
-    return Dataset(InMemoryTable(table))
+    return Dataset(InMemoryTable(dataset.data.table.replace_schema_metadata(None)))
