@@ -100,7 +100,7 @@ for strategy, checkpointing, syncs in kinds["sharded"]:
     row = {}
     for accumulation in (1, 2):
         traced = training._sharded_trace(training._model(), 40, micro_steps=accumulation)
-        direct, scaled = ScalableStep(traced, 40), step.of(accumulation)
+        direct, scaled = ScalableStep(traced, 40), step.step_for(accumulation)
         at = [s.at(40, chip, accumulation=accumulation) for s in (direct, scaled)]
         held = [replay(events, stream_of=s.stream_of) for events, s in zip(at, (direct, scaled))]
         row[accumulation] = {
@@ -118,7 +118,7 @@ for strategy in kinds["zero"]:
     step = training.step()
     row = zero[strategy] = {}
     for accumulation in (1, 2):
-        scaled = traced = step.of(accumulation)
+        scaled = traced = step.step_for(accumulation)
         if strategy == "zero2":
             traced = ScalableStep(training._zero_trace(training._model(), 40, micro_steps=accumulation), 40)
         at = [s.at(40, chip, accumulation=accumulation) for s in (traced, scaled)]

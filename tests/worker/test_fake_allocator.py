@@ -94,7 +94,6 @@ import sys
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
 from autotune.core.candidate import Arm
-from autotune.tuning.allowed import _OFFLOADS_SINCE
 from autotune.worker.fake.memory import replay
 from autotune.worker.fake.memory import ScalableStep
 from autotune.worker.fake.step import FakeTraining
@@ -239,7 +238,6 @@ from autotune.core.candidate import Arm
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
-from autotune.tuning.allowed import _OFFLOADS_SINCE
 from autotune.worker.fake.memory import replay
 from autotune.worker.fake.step import FakeTraining
 

@@ -122,7 +122,8 @@ class CachingAllocator:
     def _split(self, block: _Block, size: int) -> None:
         """Split the unused end off a block, if it is large enough."""
         remaining = block.size - size
-        if remaining < BLOCK_BYTES if block.small else remaining <= _SMALL:
+        is_too_small = remaining < BLOCK_BYTES if block.small else remaining <= _SMALL
+        if is_too_small:
             return
         rest = _Block(block.address + size, remaining, block.small, block.stream, previous=block, next=block.next)
         if block.next is not None:
@@ -211,7 +212,7 @@ class ScalableStep:
         self._with_origins: dict[int, list[_Event]] = {}
         """The events of ``_two_steps`` by accumulation, made once each."""
 
-    def of(self, accumulation: int) -> ScalableStep:
+    def step_for(self, accumulation: int) -> ScalableStep:
         """Return the traced step for this accumulation, to which labels and streams belong."""
         return self._alone if self._alone is not None and accumulation == 1 else self
 
@@ -221,7 +222,7 @@ class ScalableStep:
         The inputs of all micro-steps are included. Two micro-steps stand for any larger number, since later ones repeat
         the second.
         """
-        if (step := self.of(accumulation)) is not self:
+        if (step := self.step_for(accumulation)) is not self:
             return step.at(batch, chip, accumulation=accumulation)
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
         if accumulation not in self._with_origins:

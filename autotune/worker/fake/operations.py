@@ -108,13 +108,13 @@ class OperationTally:
         if key in self._rows:
             row = self._rows[key]
         else:
-            row = self._row(func, args, out)
+            row = self._cost_of(func, args, out)
             if key is not None and (row is None or row[0] != "unknown"):
                 self._rows[key] = row
         if row is not None:
             self._counts[part, row] = self._counts.get((part, row), 0) + 1
 
-    def _row(self, func: Any, args: Sequence[Any], out: Any) -> Row | None:
+    def _cost_of(self, func: Any, args: Sequence[Any], out: Any) -> Row | None:
         """Return the cost of an operation; ``None`` where the GPU runs nothing."""
         name, kind = _name_and_kind(func)
         if kind == "nothing":
@@ -129,7 +129,7 @@ class OperationTally:
             return self._convolution(name, args, out)
         if kind == "fused_update":
             return self._fused_update(args)
-        return self._moving(kind, name, args, out)
+        return self._memory_bound(kind, name, args, out)
 
     def operations(self, parameters: Sequence[torch.Tensor]) -> Operations:
         """Return the counted operations; ``parameters`` are the trained ones."""
@@ -141,17 +141,17 @@ class OperationTally:
             dict(self._unknown),
         )
 
-    def _split(self, number: int) -> Size:
+    def _as_size(self, number: int) -> Size:
         """Return a size as a function of the batch: proportional if divisible by the traced batch, else constant."""
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
-    def _traffic_bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
+    def _moved_bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
         """Return the bytes, per sample and constant, of tensors that are each read or written ``times`` times."""
         sizes = []
         for tensor in tensors:
             # The bytes in memory of an expanded tensor count once: it is read repeatedly from the cache.
             held = tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
-            sizes.append(self._split(min(tensor.nbytes, held) * times))
+            sizes.append(self._as_size(min(tensor.nbytes, held) * times))
         return sum(per_sample for per_sample, _ in sizes), sum(constant for _, constant in sizes)
 
     def _matrix_product(self, name: str, args: Sequence[Any]) -> Row:
@@ -161,10 +161,10 @@ class OperationTally:
         rows, inner = first.shape[-2:]
         columns = second.shape[-1]
         products = first.shape[0] if first.dim() == 3 else 1
-        flops = self._split(2 * products * rows * inner * columns)
-        shape = tuple(self._split(number) for number in (products, rows, columns, inner))
-        moved = self._split(products * rows * inner), self._split(products * inner * columns)
-        written = self._split(products * rows * columns)
+        flops = self._as_size(2 * products * rows * inner * columns)
+        shape = tuple(self._as_size(number) for number in (products, rows, columns, inner))
+        moved = self._as_size(products * rows * inner), self._as_size(products * inner * columns)
+        written = self._as_size(products * rows * columns)
         size = first.element_size()
         size_bytes = tuple(size * sum(part) for part in zip(*moved, written, strict=True))
         return "matrix_product", _dtype_name(first), flops, size_bytes, shape
@@ -178,13 +178,14 @@ class OperationTally:
         dropout, causal = (args[i] if i < len(args) else 0 for i in _DROPOUT_AND_CAUSAL.get(name, (99, 99)))
         # Two matrix products forward; five backward, one of which repeats the scores (FlashAttention, Dao et al. 2022).
         flops = (5 if backward else 2) * 2 * batch * heads * length * keys * max(size, value.shape[-1])
-        flops //= 2 if causal else 1
+        if causal:
+            flops //= 2
         bias = args[4 if backward else 3] if "efficient" in name and len(args) > 3 else None
         read = [t for t in (query, key, value, query, bias) if isinstance(t, torch.Tensor)]
         flash = "flash" in name or "cudnn" in name
         options = (int(flash), int(isinstance(bias, torch.Tensor)), int(dropout > 0), int(causal))
-        shape = *(self._split(number) for number in (batch, heads, length, keys, size)), *((0, o) for o in options)
-        return kind, _dtype_name(query), self._split(flops), self._traffic_bytes(read, 2 if backward else 1), shape
+        shape = *(self._as_size(number) for number in (batch, heads, length, keys, size)), *((0, o) for o in options)
+        return kind, _dtype_name(query), self._as_size(flops), self._moved_bytes(read, 2 if backward else 1), shape
 
     def _convolution(self, name: str, args: Sequence[Any], out: Any) -> Row:
         """Return the cost of a convolution."""
@@ -193,8 +194,8 @@ class OperationTally:
         result = args[0] if backward else out
         # The backward pass computes the gradients of input and weight, where they are wanted.
         times = sum(1 for wanted in args[-1][:2] if wanted) if backward else 1
-        flops = self._split(times * 2 * result.numel() * (weight.numel() // weight.shape[0]))
-        return "convolution", _dtype_name(source), flops, self._traffic_bytes((source, weight, result), times), ()
+        flops = self._as_size(times * 2 * result.numel() * (weight.numel() // weight.shape[0]))
+        return "convolution", _dtype_name(source), flops, self._moved_bytes((source, weight, result), times), ()
 
     def _fused_update(self, args: Sequence[Any]) -> Row:
         """Return the cost of a fused optimizer kernel, which writes all tensors but gradients in place."""
@@ -202,9 +203,9 @@ class OperationTally:
         read = [tensor for group in lists for tensor in group]
         written = [tensor for group in lists[:1] + lists[2:] for tensor in group]
         dtype = _dtype_name(read[0]) if read else "float32"
-        return "fused_update", dtype, (0, 0), self._traffic_bytes(read + written), ((0, len(lists[0]) if lists else 0),)
+        return "fused_update", dtype, (0, 0), self._moved_bytes(read + written), ((0, len(lists[0]) if lists else 0),)
 
-    def _moving(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
+    def _memory_bound(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
         """Return the cost of an operation that is limited by memory traffic."""
         read, written = list(_flatten_tensors(args)), list(_flatten_tensors((out,)))
         if kind == "fill":
@@ -221,17 +222,19 @@ class OperationTally:
         shape: tuple[Size, ...] = ()
         if largest is not None and largest.dim() and kind in ("normalisation", "softmax", "reduction"):
             columns = largest.shape[-1]
-            shape = self._split(largest.numel() // max(1, columns)), self._split(columns)
+            shape = self._as_size(largest.numel() // max(1, columns)), self._as_size(columns)
         if kind == "normalisation" and "backward" in name:
             kind = "normalisation_backward"
         elif kind == "copy":
-            is_in_order = all(tensor.is_contiguous() for tensor in (*read, *written))
-            kind = "cast" if _mixes_dtypes(read, written) else "copy" if is_in_order else "transpose"
+            if _mixes_dtypes(read, written):
+                kind = "cast"
+            elif not all(tensor.is_contiguous() for tensor in (*read, *written)):
+                kind = "transpose"
         elif name == "native_dropout":
             kind = "dropout"
         elif kind == "elementwise" and _mixes_dtypes(read, written):
             kind = "elementwise_cast"
-        return kind, dtype, (0, 0), self._traffic_bytes(touched), shape
+        return kind, dtype, (0, 0), self._moved_bytes(touched), shape
 
 
 def _name_and_kind(func: Any) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from autotune.worker.private.accelerate import shard
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks, start_sharding
 from autotune.worker.private.transformers import decide_masks_without_values
 from autotune.worker.trial.build import on_meta
-from autotune.worker.trial.synthetic import synthetic_dataset
+from autotune.worker.trial.synthetic import zero_batch
 
 
 def build_fake_model(workload: Workload) -> Any:
@@ -67,8 +67,7 @@ def what_ddp_can_skip(workload: Workload) -> AfterStep:
         decide_masks_without_values(padded=workload.padding > 0)
         with fake_tensor_mode():
             model = build_fake_model(workload)
-            sample = synthetic_dataset(workload, model, 1, 0)[0]
-            batch = {name: torch.zeros((2, *value.shape), dtype=value.dtype) for name, value in sample.items()}
+            batch = zero_batch(workload, model, 2)
             before = [(name, buffer, int(buffer._version)) for name, buffer in model.named_buffers()]
             model(**batch).loss.backward()
             after: dict[str, torch.Tensor] = dict(model.named_buffers())
@@ -112,11 +111,11 @@ class ZeroRank:
         self._bucket_elements = int(settings["reduce_bucket_size"])
         self._buffers_count = 2 if settings["overlap_comm"] and self._stage < 3 else 1
         trained = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-        self._trained = sum(trained)
-        self._elements = sum(parameter.numel() for parameter in model.parameters())
-        self._largest = max(trained)
-        self._part = -(-self._trained // arm.ranks)
-        self._kept_weights = -(-self._elements // arm.ranks) if self._stage == 3 else self._elements
+        self._trained_elements = sum(trained)
+        self._all_elements = sum(parameter.numel() for parameter in model.parameters())
+        self._largest_elements = max(trained)
+        self._part_elements = -(-self._trained_elements // arm.ranks)
+        self._kept_elements = -(-self._all_elements // arm.ranks) if self._stage == 3 else self._all_elements
         self._optimizer: torch.optim.Optimizer | None = None
         self._buffers: list[int] = []
         self._gathered: list[int] = []
@@ -141,14 +140,14 @@ class ZeroRank:
 
         All weights, or with ZeRO-3 this rank's part, are one allocation: DeepSpeed copies them into one flat tensor.
         """
-        self._hold_part("weights", self._kept_weights)
+        self._hold_part("weights", self._kept_elements)
         if self._stage == 3:
-            self._hold_part("gradients", self._part)
+            self._hold_part("gradients", self._part_elements)
             self._hold_part("communication", self._bucket_elements)
         if self._offloads:
-            self._hold_part("communication", self._largest)
+            self._hold_part("communication", self._largest_elements)
             return
-        partition = torch.empty(self._part, dtype=torch.float32)
+        partition = torch.empty(self._part_elements, dtype=torch.float32)
         self._tracer.see(partition, "optimizer")
         self._optimizer = kind([torch.nn.Parameter(partition)], **options)
 
@@ -187,10 +186,12 @@ class ZeroRank:
         if self._stage < 3 and not self._offloads and not self._gradients:
             # Rank 0's are those of the first half of the model, which the backward pass reaches when most activations
             # are freed.
-            self._gradients.append(self._hold_part("gradients", self._part, _REDUCING))
+            self._gradients.append(self._hold_part("gradients", self._part_elements, _REDUCING))
         self._let_go_all(self._buffers)
         # Gradients that belong to several ranks are copied into a tensor of their own before they are exchanged.
-        self._let_go_all([self._hold_part("communication", min(self._bucket_elements, self._trained), _REDUCING)])
+        self._let_go_all(
+            [self._hold_part("communication", min(self._bucket_elements, self._trained_elements), _REDUCING)]
+        )
 
     def update(self) -> None:
         """Record the update of this rank's part of the weights."""
@@ -198,7 +199,7 @@ class ZeroRank:
         if self._optimizer is None:
             return
         (parameter,) = self._optimizer.param_groups[0]["params"]
-        flat = [self._hold_part("gradients", self._part)]
+        flat = [self._hold_part("gradients", self._part_elements)]
         parameter.grad = torch.empty_like(parameter)
         self._tracer.see(parameter.grad, "gradients")
         self._let_go_all(flat)

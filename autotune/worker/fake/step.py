@@ -34,7 +34,7 @@ from autotune.worker.private.accelerate import with_float32_outputs
 from autotune.worker.private.torch import fake_tensor_mode, join_fake_ranks
 from autotune.worker.private.transformers import optimizer_class
 from autotune.worker.trial.build import build_model
-from autotune.worker.trial.synthetic import MASKED_FRACTION, synthetic_dataset
+from autotune.worker.trial.synthetic import MASKED_FRACTION, zero_batch
 
 # Workspace of cuBLASLt, which linear layers with a bias use: recorded on an H200 (torch 2.11).
 _LT_WORKSPACE_BYTES = 1024**2
@@ -54,15 +54,6 @@ def _enable_checkpointing(model: Any, arm: Arm) -> None:
     enable_checkpointing(model, **({"offload": True} if arm.offload_activations else {}))
 
 
-def _batch(workload: Workload, model: Any, size: int) -> dict[str, torch.Tensor]:
-    """Return a batch of ``size`` samples: zeros with the shapes and dtypes of real batches."""
-    sample = synthetic_dataset(workload, model, 1, 0)[0]
-    lengths = workload.data.facts.lengths if workload.data and workload.data.facts else None
-    if lengths is not None and lengths.longest_target is not None:
-        sample["labels"] = sample["labels"][: lengths.longest_target]
-    return {name: torch.zeros((size, *value.shape), dtype=value.dtype) for name, value in sample.items()}
-
-
 def _optimizer_kind(name: str, model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
     """Return class and default settings of the optimizer that ``TrainingArguments.optim`` names."""
     return optimizer_class(TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused"), model)
@@ -78,18 +69,22 @@ def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 @contextlib.contextmanager
-def _labelling_gradients(model: Any, tracer: StorageTracer) -> Iterator[None]:
-    """Label gradients in the trace, and record the creation of each."""
+def _on_gradients(model: Any, act: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``act`` with each trained parameter once its gradient has accumulated in the block."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    hooks = [parameter.register_post_accumulate_grad_hook(tracer.note_gradient) for parameter in trained]
+    hooks = [parameter.register_post_accumulate_grad_hook(act) for parameter in trained]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
-        for parameter in trained:
-            if parameter.grad is not None:
-                tracer.see(parameter.grad, "gradients")
+
+
+def _label_gradients(model: Any, tracer: StorageTracer) -> None:
+    """Label the gradients of a model's parameters in the trace."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            tracer.see(parameter.grad, "gradients")
 
 
 @contextlib.contextmanager
@@ -178,8 +173,9 @@ def trace_training(
         for is_second, batch in _micro_steps(tracer, lambda: training.batch(batch_size)):
             if not is_second:
                 operations.counts_as = "micro_step"
-                with _labelling_gradients(training.model, tracer):
+                with _on_gradients(training.model, tracer.note_gradient):
                     _micro_step(training.loss, batch)
+                _label_gradients(training.model, tracer)
                 operations.counts_as = None
             elif not tracer.repeat_micro_step("first micro-step"):
                 _micro_step(training.loss, batch)
@@ -257,7 +253,7 @@ class _BuiltIn:
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
         """Return a synthetic batch."""
-        batch = _batch(self._workload, self.model, size)
+        batch = zero_batch(self._workload, self.model, size)
         if self._arm.sparse_prediction:
             masked = math.ceil(MASKED_FRACTION * self._workload.seq_len)
             computed = size * sparse.positions_to_compute(self._workload.seq_len, masked)
@@ -328,14 +324,12 @@ class FakeTraining:
             if self._arm.fused_loss:
                 loss.fuse_loss_of(model)
             optimizer = _optimizer(self._arm.optim, model)
-            batch_of = functools.partial(_batch, self._workload, model, batch_size)
+            batch_of = functools.partial(zero_batch, self._workload, model, batch_size)
             for is_last, batch in _micro_steps(tracer, batch_of, micro_steps):
                 model.set_requires_gradient_sync(is_last or self._arm.sync_each_batch)
                 # FSDP casts in place of autocast, by hooks that only a call of the model runs.
                 _micro_step(lambda given: model(**given)["loss"], batch)
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    tracer.see(parameter.grad, "gradients")
+            _label_gradients(model, tracer)
             _update(model, optimizer, tracer, 1.0)
             gc.collect()
             # Returned before the optimizer and its state go out of scope.
@@ -353,21 +347,17 @@ class FakeTraining:
                 if self._arm.gradient_checkpointing:
                     _enable_checkpointing(model, self._arm)
                 rank.begin(*_optimizer_kind(self._arm.optim, model))
-                trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-                hooks = [parameter.register_post_accumulate_grad_hook(rank.take_gradient) for parameter in trained]
 
                 def load() -> dict[str, torch.Tensor]:
-                    batch = _batch(self._workload, model, batch_size)
+                    batch = zero_batch(self._workload, model, batch_size)
                     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
-                for rank.is_last, batch in _micro_steps(tracer, load, micro_steps):
-                    rank.prepare_forward(model)
-                    _micro_step(lambda given: model(**given)["loss"], batch)
-                    rank.end_backward()
-                for hook in hooks:
-                    hook.remove()
-                for parameter in trained:
-                    parameter.grad = None
+                with _on_gradients(model, rank.take_gradient):
+                    for rank.is_last, batch in _micro_steps(tracer, load, micro_steps):
+                        rank.prepare_forward(model)
+                        _micro_step(lambda given: model(**given)["loss"], batch)
+                        rank.end_backward()
+                model.zero_grad()
                 tracer.enter("update", "workspaces")
                 rank.update()
                 gc.collect()
@@ -430,7 +420,7 @@ class Limits:
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
         """Return the peaks at a batch, whether it fits, and the parts of the peak."""
-        step = self._step.of(accumulation)
+        step = self._step.step_for(accumulation)
         events = step.at(batch, self._chip, accumulation=accumulation)
         peaks = self._peaks(events, step)
         return MemoryPrediction(
@@ -464,7 +454,7 @@ class Limits:
 
     def _fits(self, batch: int) -> bool:
         """Return whether a step without accumulation fits at this batch."""
-        step = self._step.of(1)
+        step = self._step.step_for(1)
         events = step.at(batch, self._chip, accumulation=1)
         # The peak of allocated bytes, unrounded, is a lower bound of reserved memory, and faster to compute.
         return _peak(events)[0] <= self._bounds.line_bytes and self._peaks_fit(self._peaks(events, step))

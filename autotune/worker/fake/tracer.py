@@ -60,11 +60,11 @@ class Shortcuts:
         if not has_key:
             return None
         found: list[Any] = [number, torch.get_default_dtype()]
-        if not _describe(args, found):
+        if not _append_description(args, found):
             return None
         if kwargs:
             found += kwargs
-            if not _describe(kwargs.values(), found):
+            if not _append_description(kwargs.values(), found):
                 return None
         key = tuple(found)
         try:
@@ -98,7 +98,7 @@ class Shortcuts:
         return all(type(leaf) is FakeTensor for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
 
 
-def _describe(values: Any, found: list[Any]) -> bool:
+def _append_description(values: Any, found: list[Any]) -> bool:
     """Append to ``found`` what a result depends on; return whether this is known for every value."""
     if len(values) > _MOST_VALUES:
         return False
@@ -115,7 +115,7 @@ def _describe(values: Any, found: list[Any]) -> bool:
                 found.append(value.untyped_storage().nbytes())
         elif kind is list or kind is tuple:
             found += (kind, len(value))
-            if not _describe(value, found):
+            if not _append_description(value, found):
                 return False
         elif isinstance(value, torch.Tensor):
             return False
@@ -453,8 +453,8 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Both stay. Autograd has a thread of its own, which also recomputes checkpoints.
         """
         in_autograd = is_in_autograd()
-        for size_bytes, is_needed in zip(self._workspace_bytes, (True, with_bias), strict=True):
-            if is_needed and (in_autograd, size_bytes) not in self._kept:
+        for size_bytes in self._workspace_bytes if with_bias else self._workspace_bytes[:1]:
+            if (in_autograd, size_bytes) not in self._kept:
                 self._kept.add((in_autograd, size_bytes))
                 self.hold("workspaces", size_bytes)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 from autotune.worker.wrapping import after, around, before
 
@@ -151,8 +151,6 @@ def on_checkpoint(called: Callable[[], None]) -> None:
     before(module, "_checkpoint_without_reentrant_generator", lambda *_, **__: called())
     before(module.CheckpointFunction, "apply", lambda *_, **__: called())
 
-
-__all__ = ["FakeTensor", "copy_fake", "is_plain_fake", "without_dispatch"]
 
 _CPU = torch.device("cpu")
 

@@ -141,6 +141,15 @@ def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) ->
     return SyntheticDataset(pool, length)
 
 
+def zero_batch(workload: Workload, model: Any, size: int) -> Sample:
+    """Return a batch of ``size`` samples: zeros with the shapes and dtypes of real batches."""
+    sample = synthetic_dataset(workload, model, 1, 0)[0]
+    lengths = workload.data.facts.lengths if workload.data and workload.data.facts else None
+    if lengths is not None and lengths.longest_target is not None:
+        sample["labels"] = sample["labels"][: lengths.longest_target]
+    return {name: torch.zeros((size, *value.shape), dtype=value.dtype) for name, value in sample.items()}
+
+
 def synthetic_ingredients(workload: Workload, model: Any, length: int, seed: int) -> dict[str, Any]:
     """Return a synthetic dataset and its collator as ``Trainer`` arguments."""
     dataset = synthetic_dataset(workload, model, length, seed)
