@@ -38,7 +38,7 @@ def main() -> None:
             model=model, args=arguments, train_dataset=data, data_collator=DataCollatorWithPadding(tokenizer)
         )
         trainer.train()
-        print(json.dumps({"steps": trainer.state.global_step, "peak_bytes": meter.peaks()[1]}))
+        print(json.dumps({"steps": trainer.state.global_step, "peak_bytes": meter.peaks().reserved}))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from typing import Any
 
 from autotune.core.outcome import Failed, FailureReason, OutOfMemory
+from autotune.core.real_training import PeakBytes
 
 # Lower-case parts of messages for out of memory, each of which has occurred. The exception's type alone is not enough:
 # cuBLAS, cuDNN and asynchronous kernels raise plain RuntimeErrors.
@@ -118,20 +118,22 @@ def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     if not lines:
         lines = [trace.line or "" for trace in traceback.extract_tb(error.__traceback__)[-1:]] or [""]
-    joined = len(lines) if lines[0].startswith("NCCL error") else 2 if lines[0].endswith(":") else 1
-    said = " ".join(lines[:joined])
-    line = f"{type(error).__name__}: {said}".rstrip(": ")
+    count = 2 if lines[0].endswith(":") else 1
+    if lines[0].startswith("NCCL error"):
+        count = len(lines)
+    line = f"{type(error).__name__}: {' '.join(lines[:count])}".rstrip(": ")
     return line if len(line) <= _MOST_CHARACTERS else line[: _MOST_CHARACTERS - 1] + "…"
 
 
-def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[str, Any]) -> OutOfMemory | Failed:
-    """Return the outcome of a trial that ended with an exception.
+def classify(
+    error: BaseException, *, during: str, on_cpu: bool, peaks: PeakBytes | None = None, cap_bytes: int | None = None
+) -> OutOfMemory | Failed:
+    """Return the outcome of a trial that ended with an exception; ``peaks`` and ``cap_bytes`` where they are known.
 
-    ``memory`` may hold ``peak_allocated_bytes``, ``peak_reserved_bytes`` and ``cap_bytes``. With ``on_cpu`` the
-    device's memory is the host's, limited for the trial, so that out of memory is always of the ``device``.
+    With ``on_cpu`` the device's memory is the host's, limited for the trial, so that out of memory is always of the
+    ``device``.
     """
-    reserved, cap = memory.get("peak_reserved_bytes"), memory.get("cap_bytes")
-    fraction = reserved / cap if reserved and cap else 0.0
+    fraction = peaks.reserved / cap_bytes if peaks and cap_bytes else 0.0
     culprit = next((e for e in chain_of(error) if is_out_of_memory(e, fraction)), None)
     # Compared by name: importing its package would import transformers, which the trial server imports in its own way.
     if culprit is None and type(error).__name__ == "SettingUnavailableError":
@@ -149,6 +151,6 @@ def classify(error: BaseException, *, during: str, on_cpu: bool, memory: dict[st
         first_line(culprit),
         where="host" if on_host and not on_cpu else "device",
         during=during,
-        peak_allocated_bytes=memory.get("peak_allocated_bytes"),
-        peak_reserved_bytes=reserved,
+        peak_allocated_bytes=peaks.allocated if peaks else None,
+        peak_reserved_bytes=peaks.reserved if peaks else None,
     )

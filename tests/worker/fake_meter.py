@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from autotune.worker.trial.meter import Meter, PeakBytes
+from autotune.core.real_training import PeakBytes
+from autotune.worker.trial.meter import Meter
 from autotune.worker.trial.step_checks import StepChecks
 
 

@@ -56,16 +56,17 @@ def _check_peaks(meter: Meter, allocate: Callable[[int], Any]) -> None:
     meter.limit(CAP_BYTES)
     meter.reset_peaks()
     before = meter.peaks()
-    assert all(isinstance(peak, int) and peak >= 0 for peak in before)
+    assert all(isinstance(peak, int) and peak >= 0 for peak in (before.allocated, before.reserved))
     held = allocate(64 * MIB)
-    allocated, reserved = meter.peaks()
-    assert 64 * MIB <= allocated - before[0] < 64 * MIB + _SLACK_BYTES
-    assert reserved >= allocated
+    peaks = meter.peaks()
+    assert 64 * MIB <= peaks.allocated - before.allocated < 64 * MIB + _SLACK_BYTES
+    assert peaks.reserved >= peaks.allocated
     del held
-    assert meter.peaks()[0] >= allocated, "what is freed was a peak all the same"
+    assert meter.peaks().allocated >= peaks.allocated, "what is freed was a peak all the same"
     kept = allocate(16 * MIB)
     meter.reset_peaks()
-    assert 16 * MIB <= meter.peaks()[0] < allocated - 32 * MIB, "what is still held counts, what was freed no longer"
+    again = meter.peaks().allocated
+    assert 16 * MIB <= again < peaks.allocated - 32 * MIB, "what is still held counts, what was freed no longer"
     del kept
 
 
@@ -74,12 +75,12 @@ def _check_limit(meter: Meter, allocate: Callable[[int], Any]) -> None:
     try:
         allocate(CAP_BYTES)
     except Exception as error:
-        outcome = classify(error, during="train", on_cpu=meter.device.type == "cpu", memory={})
+        outcome = classify(error, during="train", on_cpu=meter.device.type == "cpu")
         assert isinstance(outcome, OutOfMemory), outcome
         assert outcome.where == "device"
     else:
         raise AssertionError("an allocation beyond the cap went through")
-    assert CAP_BYTES // 2 <= meter.peaks()[1] <= CAP_BYTES
+    assert CAP_BYTES // 2 <= meter.peaks().reserved <= CAP_BYTES
     del held
     allocate(CAP_BYTES // 2)
 

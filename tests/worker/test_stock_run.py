@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from autotune.core.real_training import PeakBytes
 from autotune.worker.verify import stock
 
 
@@ -18,8 +19,8 @@ class _Meter:
     def synchronize(self) -> None:
         pass
 
-    def peaks(self) -> tuple[int, int]:
-        return 1, 2
+    def peaks(self) -> PeakBytes:
+        return PeakBytes(1, 2)
 
     def energy_joules(self) -> None:
         return None

@@ -18,6 +18,7 @@ from autotune.core.candidate import Candidate
 from autotune.core.lengths import PlannedRun
 from autotune.core.measured_steps import LEAST_CORE_WAIT, is_enough, most_measured_steps
 from autotune.core.outcome import Effort, Measurement
+from autotune.core.real_training import PeakBytes
 from autotune.space.arms import compiles
 from autotune.space.space import batches_ahead
 from autotune.worker.dataset.prepared import Schedule
@@ -25,7 +26,7 @@ from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.free_steps import FreeSteps, most_free_steps
-from autotune.worker.trial.meter import BusyStep, Meter, PeakBytes, growth_of
+from autotune.worker.trial.meter import BusyStep, Meter, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, ScalerWatch, StepChecks
 from autotune.worker.trial.training_watch import StepCounts, StepListener
 
@@ -244,26 +245,15 @@ class StepTimer(StepListener):
             return
         step = self._timed_step(end)
         self._previous_end = end
-        # Skipped updates cost less time, and before the first update the optimizer has no state.
         seen = self.checks.step_ends(len(self._marks) - 2)
-        evaluates = self._evaluations.is_one(seen.calls_without_gradients)
         step.real_tokens = seen.tokens
-        told = self._ranks.gather((astuple(step), self._was_skipped(seen), evaluates))
-        each = [_Step(*figures) for figures, *_ in told]
-        known = [step.real_tokens for step in each if step.real_tokens is not None]
-        step = replace(
-            max(each, key=lambda step: step.seconds),
-            new_shapes=max(step.new_shapes for step in each),
-            tokens=max(step.tokens for step in each),
-            real_tokens=sum(known) if len(known) == len(each) else None,
-        )
-        again, evaluates = any(skipped for _, skipped, _ in told), any(found for *_, found in told)
+        evaluates = self._evaluations.is_one(seen.calls_without_gradients)
+        # Skipped updates cost less time, and before the first update the optimizer has no state.
+        step, is_skipped, evaluates = self._of_all_ranks(step, self._was_skipped(seen), evaluates)
         is_warm = self._is_warm
-        is_timed = is_warm and not again and not evaluates
+        is_timed = is_warm and not is_skipped and not evaluates
         if is_timed:
-            before, after = self._joules_before, self._meter.energy_joules()
-            is_known = self._joules is not None and before is not None and after is not None
-            self._joules = self._joules + after - before if is_known else None  # type: ignore[operator]
+            self._add_energy()
             self._core_wait.add()
             self._timed.append(step)
         elif evaluates:
@@ -271,10 +261,10 @@ class StepTimer(StepListener):
             self._evaluations.add(self._steps_seen, step.seconds)
         elif not is_warm:
             self._warmup.append(step)
-            self._warmup_steps += again
+            self._warmup_steps += is_skipped
             if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
                 self._worst_peaks = self._meter.peaks()
-        self._steps_run_again += again
+        self._steps_run_again += is_skipped
         self._step_is_over()
         if is_timed and self._enough():
             self.pending = self.measurement()
@@ -284,6 +274,27 @@ class StepTimer(StepListener):
         elif self._is_warm:
             self.checks.begin_timed()
             self.start_clock()
+
+    def _of_all_ranks(self, step: _Step, is_skipped: bool, evaluates: bool) -> tuple[_Step, bool, bool]:
+        """Return the step of the slowest rank, and whether any rank skipped the update, and evaluated."""
+        told = self._ranks.gather((astuple(step), is_skipped, evaluates))
+        each = [_Step(*figures) for figures, *_ in told]
+        known = [step.real_tokens for step in each if step.real_tokens is not None]
+        slowest = replace(
+            max(each, key=lambda step: step.seconds),
+            new_shapes=max(step.new_shapes for step in each),
+            tokens=max(step.tokens for step in each),
+            real_tokens=sum(known) if len(known) == len(each) else None,
+        )
+        return slowest, any(skipped for _, skipped, _ in told), any(found for *_, found in told)
+
+    def _add_energy(self) -> None:
+        """Add the energy of the timed step that ends; one unknown reading makes the sum unknown."""
+        before, after = self._joules_before, self._meter.energy_joules()
+        if self._joules is None or before is None or after is None:
+            self._joules = None
+        else:
+            self._joules += after - before
 
     def _was_skipped(self, seen: StepCounts) -> bool:
         """Return whether a gradient scaler skipped the update of the step that ends.
@@ -425,7 +436,9 @@ class StepTimer(StepListener):
         # in length, the mean is over all micro-steps, since tokens are. With several ranks it is over the first two,
         # since ranks exchange gradients in the last.
         differ = self._schedule is not None or self._varies
-        first, last = (0, len(marks) - 2 if self._ranks.count == 1 else 2) if differ else (1, 2)
+        first, last = 1, 2
+        if differ:
+            first, last = 0, len(marks) - 2 if self._ranks.count == 1 else 2
         data_seconds, saving_seconds = self._begin - self._previous_end, self._saving_seconds
         self._saving_seconds = 0.0
         new_shapes, tokens = self._end_batches()
@@ -449,15 +462,15 @@ class StepTimer(StepListener):
         if self._is_behind():
             return True
         new = [step.seconds for step in self._timed if step.new_shapes]
-        most = self._effort.max_seconds, self._effort.max_steps
-        slow_seconds = sum(new) + self._evaluations.total_seconds
-        if len(self._timed) >= 3 and (slow_seconds >= _PATIENCE * most[0] or len(new) >= _MOST_NEW * most[1]):
+        effort = self._effort
+        takes_long = sum(new) + self._evaluations.total_seconds >= _PATIENCE * effort.max_seconds
+        if len(self._timed) >= 3 and (takes_long or len(new) >= _MOST_NEW * effort.max_steps):
             return True
         known = [step.seconds for step in self._timed if not step.new_shapes]
         width = self._estimate().step.relative_half_width
-        if not is_enough(known, self._effort, width, are_alike=False):
+        if not is_enough(known, effort, width, are_alike=False):
             return False
-        if self._varies or is_enough(known, self._effort, width):
+        if self._varies or is_enough(known, effort, width):
             return True
         # Only a slow step is left to recur. Steps are slow because of other processes where threads wait for a core.
         return any(self._ranks.gather((self._core_wait.share() or 0.0) >= LEAST_CORE_WAIT))
@@ -502,13 +515,13 @@ class StepTimer(StepListener):
         estimate = self._estimate()
         seconds, spread = estimate.step
         whole = tuple(step.seconds for step in without_new(self._whole_steps()))
-        peaks = self._largest(self._meter.peaks())
+        peaks = self._largest_peaks(self._meter.peaks())
         joules_per_sample = self._joules_per_sample(seconds)
         ranks = self._ranks.count
         run = micro_steps_to_run(self._candidate, self._effort)
         average = statistics.median if self._schedule is None else statistics.fmean
         data = average([step.data_seconds for step in self._timed])
-        worst = self._largest(self._worst_peaks) if self._worst_peaks else None
+        worst = self._largest_peaks(self._worst_peaks) if self._worst_peaks else None
         trained, untrained = self.checks.watch.trained, self.checks.watch.untrained
         arm, timed, middle = self._candidate.arm, self._timed, statistics.median
         usual = middle(step.seconds for step in timed)
@@ -529,9 +542,9 @@ class StepTimer(StepListener):
             # DeepSpeed updates within the last micro-step.
             optimizer_seconds=None if arm.zero_stage is not None else middle(step.optimizer_seconds for step in timed),
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
-            device_used_bytes=self._most(self._meter.device_used_bytes()),
-            context_bytes=self._most(self._meter.context_bytes()),
-            allocation_retries=self._most(self._meter.allocation_retries()),
+            device_used_bytes=self._largest_if_all_know(self._meter.device_used_bytes()),
+            context_bytes=self._largest_if_all_know(self._meter.context_bytes()),
+            allocation_retries=self._largest_if_all_know(self._meter.allocation_retries()),
             skipped_steps=self._scaler.skipped,
             tokens_per_sample=self._tokens_per_sample(),
             joules_per_sample=joules_per_sample,
@@ -571,16 +584,16 @@ class StepTimer(StepListener):
         """Return the largest figure of the ranks that know theirs; ``None`` where no rank does."""
         return max((each for each in self._ranks.gather(figure) if each is not None), default=None)
 
-    def _most(self, figure: int | None) -> int | None:
+    def _largest_if_all_know(self, figure: int | None) -> int | None:
         """Return the largest of a figure over the ranks; ``None`` where a rank does not know it."""
         figures = self._ranks.gather(figure)
         known = [figure for figure in figures if figure is not None]
         return max(known) if len(known) == len(figures) else None
 
-    def _largest(self, peaks: PeakBytes) -> PeakBytes:
+    def _largest_peaks(self, peaks: PeakBytes) -> PeakBytes:
         """Return the largest peaks of any rank."""
-        each = self._ranks.gather(peaks)
-        return PeakBytes(max(peak[0] for peak in each), max(peak[1] for peak in each))
+        each = self._ranks.gather((peaks.allocated, peaks.reserved))
+        return PeakBytes(max(allocated for allocated, _ in each), max(reserved for _, reserved in each))
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
         """Return the mean power of all ranks' devices in the timed steps, times the seconds of a sample.

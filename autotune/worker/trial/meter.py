@@ -17,10 +17,11 @@ from __future__ import annotations
 import contextlib
 import resource
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -28,16 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from autotune.core.outcome import Failed, OutOfMemory, kind_of_kernel
+from autotune.core.real_training import PeakBytes
 from autotune.devices import nvml
 from autotune.devices.gpus import MOST_CONTEXT_BYTES
 from autotune.worker.failures import classify
-
-
-class PeakBytes(NamedTuple):
-    """Peak memory, in bytes."""
-
-    allocated: int
-    reserved: int
 
 
 class Meter:
@@ -221,11 +216,11 @@ def failure_of(
 
     ``meter`` is ``None`` where the training ended before its device was opened.
     """
-    memory = {"cap_bytes": cap_bytes}
+    peaks = None
     if meter is not None:
         meter.lift_limit()
-        memory["peak_allocated_bytes"], memory["peak_reserved_bytes"] = meter.peaks()
-    outcome = classify(error, during=during, on_cpu=on_cpu, memory=memory)
+        peaks = meter.peaks()
+    outcome = classify(error, during=during, on_cpu=on_cpu, peaks=peaks, cap_bytes=cap_bytes)
     # After running out of host memory there may be none left for printing.
     with contextlib.suppress(MemoryError):
         print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
@@ -369,11 +364,10 @@ def seconds_by_kind(profile: Any) -> dict[str, float]:
 
     Kernels that run at the same time are counted separately.
     """
-    seconds_by_kind: dict[str, float] = {}
+    seconds_by_kind: defaultdict[str, float] = defaultdict(float)
     try:
         for event in _on_gpu(profile):
-            kind = kind_of_kernel(event.name())
-            seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + event.duration_ns() * _NS
+            seconds_by_kind[kind_of_kernel(event.name())] += event.duration_ns() * _NS
     except Exception as error:
         # The busy share, which decides what is tried, does not need the kinds.
         print(f"autotune: kinds of work are not known: {error}", file=sys.stderr)
@@ -409,13 +403,13 @@ class BusyStep:
         self._is_recording = False
         self.is_broken = False
         self._shares: list[float] = []
-        self._parts: list[float] = []
-        self._kinds_of_parts: list[dict[str, float]] = []
+        self._parts: list[tuple[float, dict[str, float]]] = []
+        """Busy seconds of each profiled part of the current step, and seconds by kind of work."""
         self._kinds: list[dict[str, float]] = []
 
     def step_begins(self) -> None:
         """Begin a step whose batches have arrived. Profiling starts here if the whole step is one part."""
-        self._parts, self._kinds_of_parts = [], []
+        self._parts = []
         if self._takes_all:
             self._start()
 
@@ -434,16 +428,17 @@ class BusyStep:
         ``cost`` is the size of its batches over the mean size of the batches behind ``step_seconds``.
         """
         self.stop()
-        if self.is_broken or not self._parts or not all(part > 0 for part in self._parts):
+        if self.is_broken or not self._parts or not all(busy > 0 for busy, _ in self._parts):
             return
-        # The last part is counted once. Of two parts, the first stands for all micro-steps but the last.
-        times = [self._micro_steps - 1] * (len(self._parts) - 1) + [1]
-        busy = sum(count * part for count, part in zip(times, self._parts, strict=True))
-        self._shares.append(busy / cost / step_seconds)
-        seconds_by_kind: dict[str, float] = {}
-        for count, part in zip(times, self._kinds_of_parts, strict=True):
-            for kind, seconds in part.items():
-                seconds_by_kind[kind] = seconds_by_kind.get(kind, 0.0) + count * seconds / cost
+        whole_seconds = 0.0
+        seconds_by_kind: defaultdict[str, float] = defaultdict(float)
+        for number, (busy, kinds) in enumerate(self._parts, start=1):
+            # The last part is counted once. Of two parts, the first stands for all micro-steps but the last.
+            times = 1 if number == len(self._parts) else self._micro_steps - 1
+            whole_seconds += times * busy
+            for kind, seconds in kinds.items():
+                seconds_by_kind[kind] += times * seconds / cost
+        self._shares.append(whole_seconds / cost / step_seconds)
         self._kinds.append(seconds_by_kind)
 
     @property
@@ -464,30 +459,29 @@ class BusyStep:
         return tuple(sorted(means.items(), key=lambda kind: -kind[1]))
 
     def _start(self) -> None:
-        self._guarded(self._profiler.start, starts=True)
+        if not self.is_broken:
+            with self._broken_by_error():
+                self._profiler.start()
+                self._is_recording = True
 
     def stop(self) -> None:
         """Stop profiling this step."""
-        if self._is_recording:
-            self._guarded(self._profiler.stop, starts=False)
+        if self._is_recording and not self.is_broken:
+            with self._broken_by_error():
+                seconds, kinds = self._profiler.stop()
+                self._is_recording = False
+                self._parts.append((seconds or 0.0, kinds))
 
-    def _guarded(self, act: Any, *, starts: bool) -> None:
-        """Start or stop the profiler by ``act``, and do not use it again after an error."""
-        if self.is_broken:
-            return
+    @contextlib.contextmanager
+    def _broken_by_error(self) -> Iterator[None]:
+        """Start or stop the profiler in the block; after an error it is not used again."""
         # Work that was issued before this call belongs to the part before.
         self._meter.synchronize()
         try:
-            answer = act()
+            yield
         except Exception as error:
             print(f"autotune: the profiler gives no answer: {error}", file=sys.stderr)
             self.is_broken = True
-            return
-        self._is_recording = starts
-        if not starts:
-            busy, kinds = answer
-            self._parts.append(busy or 0.0)
-            self._kinds_of_parts.append(kinds)
 
 
 def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep | None:
@@ -514,7 +508,7 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = function(*given, **named)
         if (flops := _flops_of(function, given, named, result)) is not None:
             self.forward_flops += flops
-            self.flops += flops * (1 + _gradients(function, given))
+            self.flops += flops * (1 + _backward_factor(function, given))
         return result
 
     def count_first(self, trainer: Any) -> None:
@@ -558,7 +552,7 @@ def _with_all_heads(given: Any, axis: int) -> Any:
     return (query, *whole, *given[3:])
 
 
-def _gradients(function: Any, given: Any) -> int:
+def _backward_factor(function: Any, given: Any) -> int:
     """Return the cost of a product's backward pass, in forward passes: the number of its inputs with a gradient."""
     matrices = [each for each in given if isinstance(each, torch.Tensor) and each.dim() > 1]
     if "attention" in function.__name__:

@@ -229,7 +229,9 @@ class Trial:
         self._scratch = scratch
         # How many micro-batches of a shape take longer than later ones: a GPU takes up to seconds for a shape that is
         # new to it, as kernels are chosen, compiled and loaded.
-        settles = 0 if self._device_kind != "cuda" else EAGER_MICRO_STEPS + 1 if work.candidate.arm.cuda_graphs else 1
+        settles = 0
+        if self._device_kind == "cuda":
+            settles = EAGER_MICRO_STEPS + 1 if work.candidate.arm.cuda_graphs else 1
         self._shapes = BatchShapes(settles=settles)
         self._send = send
         self._phases = Phases(send)
@@ -473,7 +475,12 @@ class Trial:
             print(f"autotune: {error}", file=sys.stderr)
             if not error.is_out_of_memory:
                 return Failed(error.reason, str(error), during=during)
-            allocated, reserved = self._meter.peaks()
-            return OutOfMemory(str(error), during=during, peak_allocated_bytes=allocated, peak_reserved_bytes=reserved)
+            peaks = self._meter.peaks()
+            return OutOfMemory(
+                str(error),
+                during=during,
+                peak_allocated_bytes=peaks.allocated,
+                peak_reserved_bytes=peaks.reserved,
+            )
         meter = self._meter if self._is_open else None
         return failure_of(error, meter, during, self._cap_bytes, on_cpu=self._device_kind == "cpu")

@@ -61,7 +61,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._began = 0.0
         self._first_step = 0
         self._joules = 0.0
-        self._from: Any = None
+        self._start_mark: Any = None
         self._unread: list[tuple[int, int, int, Any, Any]] = []
         """Steps, samples, new shapes, begin and end of each stretch since the device was last waited for."""
         self._shapes: set[Any] = set()
@@ -98,62 +98,59 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         is_pause = step == self._pause_after
         is_end = is_pause or step == self._steps or step - self._first_step == self._stretch
         if step == self._warmup:
-            self._begin(step)
+            self._begin_stretch(step)
         elif is_end:
-            self._end(step)
+            self._end_stretch(step)
         if is_pause or step == self._steps:
-            self._read()
-            self._begin(step)
+            self._read_stretches()
+            self._begin_stretch(step)
         if is_pause:
-            self.peaks["before"] = self._peaks()
+            self.peaks["before"] = self._meter.peaks()
             control.should_evaluate, control.should_save = True, self.unsaved_bytes is None
             self.during = "evaluate"
         elif step == self._steps:
-            self.peaks["end"] = self._peaks()
+            self.peaks["end"] = self._meter.peaks()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the end of the evaluation, before the checkpoint."""
-        self._after("evaluate")
+        self._pause_ends("evaluate")
         self.during = "save"
         if self.unsaved_bytes is not None:
-            self._go_on(state)
+            self._resume(state)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the end of the checkpoint, and continue training."""
-        self._after("save")
-        self._go_on(state)
+        self._pause_ends("save")
+        self._resume(state)
 
-    def _go_on(self, state: Any) -> None:
+    def _resume(self, state: Any) -> None:
         """Wait for all ranks and begin a new stretch."""
         # The first rank alone writes the model. The other ranks would wait for it in their next step, which is timed.
         self.during = "train"
         self._wait_for_ranks()
-        self._begin(state.global_step)
+        self._begin_stretch(state.global_step)
 
-    def _peaks(self) -> PeakBytes:
-        return PeakBytes(*self._meter.peaks())
-
-    def _after(self, what: str) -> None:
-        """Record peak memory and duration of the evaluation or the checkpoint that ends."""
+    def _pause_ends(self, what: str) -> None:
+        """Record peak memory and duration of the evaluation or the checkpoint that ends, under the name ``what``."""
         self._meter.synchronize()
-        self.peaks[what] = self._peaks()
+        self.peaks[what] = self._meter.peaks()
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
 
-    def _begin(self, step: int) -> None:
+    def _begin_stretch(self, step: int) -> None:
         """Begin a stretch of steps on an idle device."""
         self._meter.synchronize()
         self._samples = self._new_shapes = 0
-        self._first_step, self._began, self._from = step, time.perf_counter(), self._meter.mark()
+        self._first_step, self._began, self._start_mark = step, time.perf_counter(), self._meter.mark()
         self._joules = self._meter.energy_joules() or 0.0
 
-    def _end(self, step: int) -> None:
+    def _end_stretch(self, step: int) -> None:
         """Record the end of a stretch after this step, which is the beginning of the next stretch."""
         end = self._meter.mark()
-        self._unread.append((step - self._first_step, self._samples, self._new_shapes, self._from, end))
+        self._unread.append((step - self._first_step, self._samples, self._new_shapes, self._start_mark, end))
         self._samples = self._new_shapes = 0
-        self._first_step, self._from = step, end
+        self._first_step, self._start_mark = step, end
 
-    def _read(self) -> None:
+    def _read_stretches(self) -> None:
         """Wait for the device, and record the stretches and the energy since ``_begin``."""
         self._meter.synchronize()
         for steps, samples, new_shapes, begin, end in self._unread:

@@ -52,12 +52,10 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
     returned, of one out of memory if there is any, since the other ranks then fail with lost connections.
     """
     said = [answer for answer in answers if answer is not None]
-    failed = sorted(
-        (answer for answer in said if answer.state != "completed"),
-        key=lambda answer: answer.state != "out_of_memory",
-    )
-    if failed:
-        return dataclasses.replace(failed[0], message=f"rank {answers.index(failed[0])}: {failed[0].message}")
+    failures = [answer for answer in said if answer.state != "completed"]
+    if failures:
+        first = min(failures, key=lambda answer: answer.state != "out_of_memory")
+        return dataclasses.replace(first, message=f"rank {answers.index(first)}: {first.message}")
     if len(said) < len(answers):
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         message = f"rank {silent[0]} gave no answer, and torchrun ended with exit code {exit_code}"
