@@ -100,7 +100,7 @@ def stock_settings(trainer: Trainer) -> dict[str, int]:
     return found
 
 
-class _Changed:
+class _ChangingCollator:
     """Makes batches as another collator does, and changes them."""
 
     def __init__(self, collate: Callable[..., Any], change: Change) -> None:
@@ -132,10 +132,10 @@ def change_loader(loader: Any, change: Change) -> Any:
     if not callable(getattr(within, "collate_fn", None)):
         raise SettingUnavailableError(f"the training loader is {type(loader).__name__}, which has no collator")
     collate = within.collate_fn
-    while isinstance(collate, _Changed) and collate.change is not change:
+    while isinstance(collate, _ChangingCollator) and collate.change is not change:
         collate = collate.collate
-    if not isinstance(collate, _Changed):
-        loader.collate_fn = within.collate_fn = _Changed(within.collate_fn, change)
+    if not isinstance(collate, _ChangingCollator):
+        loader.collate_fn = within.collate_fn = _ChangingCollator(within.collate_fn, change)
     return loader
 
 

@@ -33,7 +33,7 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
     The settings stay applied afterwards, so the Trainer can only be inspected then.
     """
     # As a collator makes them: a loader of accelerate has put them on the device.
-    batches = sorted((send_to_device(batch, "cpu") for batch in batches), key=_padding, reverse=True)
+    batches = sorted((send_to_device(batch, "cpu") for batch in batches), key=_masked_tokens, reverse=True)
     found = {}
     try:
         check_code(trainer)
@@ -43,7 +43,7 @@ def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
         found["train_sampling_strategy"] = why
     for name, value in SETTINGS.items():
         try:
-            _try(trainer, batches, name, value)
+            _check_setting(trainer, batches, name, value)
         except SettingUnavailableError as error:
             found[name] = " ".join(str(error).split())
         except Exception as error:
@@ -68,7 +68,7 @@ def _why_not_ordered(trainer: Trainer) -> str | None:
     return None
 
 
-def _try(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> None:
+def _check_setting(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> None:
     """Raise ``SettingUnavailableError`` where a setting cannot be applied to a ``Trainer`` or changes its loss."""
     load = trainer.get_train_dataloader
     expected = [_loss(trainer, batch) for batch in batches[:_COMPARED]]
@@ -88,7 +88,7 @@ def _try(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> Non
         trainer.get_train_dataloader = load
 
 
-def _padding(batch: Any) -> int:
+def _masked_tokens(batch: Any) -> int:
     """Return the number of masked tokens in a batch: one with many shows whether the loss counts padding."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return int((mask == 0).sum()) if isinstance(mask, torch.Tensor) else 0

@@ -29,9 +29,14 @@ def enable_checkpointing(model: Any, **options: Any) -> None:
 
 def is_checkpointing(model: Any) -> bool:
     """Return whether any part of a model uses gradient checkpointing."""
-    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
-    parts = checkpointing_parts(model)
-    return any(next((getattr(part, name) for name in names if hasattr(part, name)), False) for part in parts)
+    for part in checkpointing_parts(model):
+        # Newer versions of transformers warn of the second name.
+        is_on = getattr(part, "is_activation_checkpointing", None)
+        if is_on is None:
+            is_on = getattr(part, "is_gradient_checkpointing", False)
+        if is_on:
+            return True
+    return False
 
 
 def disable_checkpointing(model: Any) -> None:

@@ -88,8 +88,7 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
 
 def inspect(workload: Workload, work: InspectionWork) -> Inspection:
     """Return facts about the environment and the model; ``model_error`` where it cannot be built."""
-    inspection = inspect_environment()
-    inspection = dataclasses.replace(inspection, lacks_nccl=lacks_nccl(work.devices))
+    inspection = dataclasses.replace(inspect_environment(), lacks_nccl=lacks_nccl(work.devices))
     try:
         return dataclasses.replace(inspection, model=_model_facts(workload, work.devices.ranks))
     except InvalidRequestError as error:

@@ -168,8 +168,12 @@ def _hidden_from(workload: Workload | None, *, is_plain: bool = False) -> tuple[
     if workload is None:
         return (_NO_STEP_NEEDS, ("datasets", "peft")) if is_plain else ((), ())
     # transformers' Trainer imports these, and this workload does not use them.
-    unused = () if workload.data else ("datasets",)
-    return _NO_STEP_NEEDS, (*unused, *(() if workload.peft or workload.quantize else ("peft",)))
+    unused = []
+    if not workload.data:
+        unused.append("datasets")
+    if not (workload.peft or workload.quantize):
+        unused.append("peft")
+    return _NO_STEP_NEEDS, tuple(unused)
 
 
 def _import_class(workload: Workload) -> None:

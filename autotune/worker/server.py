@@ -79,7 +79,7 @@ from autotune.worker.user.protection import Room, protect, take_kept
 # Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
 _FOLDER_PREFIX = "autotune-trial-"
-_OF_JOBS = {"progress", "result"}
+_KEYS_OF_JOBS = {"progress", "result"}
 """Keys of the lines that a job's process may write."""
 
 
@@ -167,8 +167,9 @@ class _RunningJob:
         # On the clock that all processes share; 0 where a rank did not answer.
         times = {rank.number: (rank.answer or {}).get("at") for rank in failed}
         at = {number: float(time) if isinstance(time, int | float) else 0.0 for number, time in times.items()}
-        causes = sorted(failed, key=lambda rank: (rank.state != "out_of_memory", at[rank.number], rank.number))
-        self.culprit = causes[0] if causes else None
+        self.culprit = min(
+            failed, key=lambda rank: (rank.state != "out_of_memory", at[rank.number], rank.number), default=None
+        )
         return self.culprit is not None
 
     def kill(self) -> None:
@@ -243,22 +244,25 @@ class Server:
             self._attend(job)
         if self._control.fd in ready:
             for line in self._control.read():
-                message = json.loads(line)
-                if "job" in message:
-                    document = message["job"]
-                    try:
-                        asked = Job.from_document(document)
-                    except ValueError as error:
-                        # This version of the worker cannot read it.
-                        job_id = document.get("id") if isinstance(document, dict) else None
-                        self.report(Ended(str(job_id), refused=str(error)))
-                    else:
-                        self._start(asked)
-                elif "log_path" in message:
-                    # Another search is served from now on.
-                    process.append_output(message["log_path"])
-                    import_model(message["workload"])
-                    self.report(Adopted(os.getpid()))
+                self._obey(json.loads(line))
+
+    def _obey(self, message: dict[str, Any]) -> None:
+        """Do what a message of the controller asks for."""
+        if "job" in message:
+            document = message["job"]
+            try:
+                asked = Job.from_document(document)
+            except ValueError as error:
+                # This version of the worker cannot read it.
+                job_id = document.get("id") if isinstance(document, dict) else None
+                self.report(Ended(str(job_id), refused=str(error)))
+            else:
+                self._start(asked)
+        elif "log_path" in message:
+            # Another search is served from now on.
+            process.append_output(message["log_path"])
+            import_model(message["workload"])
+            self.report(Adopted(os.getpid()))
 
     def _start(self, job: Job) -> None:
         """Start the processes of a job, and report the start, or why it was refused."""
@@ -351,7 +355,7 @@ class Server:
         for rank in job.ranks:
             # A job that writes faster than the controller reads has to wait, until its timeout if necessary.
             if not self._reports.is_full:
-                self._forward(job, rank)
+                self._forward_lines(job, rank)
             process.bound_log(rank.log_path)
         if not job.timed_out and time.monotonic() >= job.deadline:
             job.timed_out = True
@@ -362,7 +366,7 @@ class Server:
             job.kill()
         for rank in job.ranks:
             if rank.reap():
-                self._forward(job, rank)
+                self._forward_lines(job, rank)
         if not job.timed_out and job.blame():
             job.kill()
         if job.has_ended:
@@ -385,7 +389,7 @@ class Server:
             if rank.answer is not None and is_whole:
                 result = rank.result
                 if job.culprit is not None and isinstance(result, dict):
-                    result = _of_rank(rank.number, result)
+                    result = _naming_rank(rank.number, result)
                 job.has_result = True
                 self.report(ResultLine(result, id=job.id))
             elif rank.malformed is not None:
@@ -419,7 +423,7 @@ class Server:
                 result = encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
         self.report(ResultLine(result, id=job.id))
 
-    def _forward(self, job: _RunningJob, rank: _Rank) -> None:
+    def _forward_lines(self, job: _RunningJob, rank: _Rank) -> None:
         """Forward complete lines of a process, with the job's id.
 
         Only the first rank's progress is forwarded. Results of several ranks are held back until all have ended.
@@ -430,7 +434,7 @@ class Server:
             except ValueError:
                 message = None
             # The user's own code may write anything into the pipe.
-            if not isinstance(message, dict) or not _OF_JOBS & message.keys():
+            if not isinstance(message, dict) or not _KEYS_OF_JOBS & message.keys():
                 malformed = line[:200].decode(errors="replace")
                 if len(job.ranks) == 1:
                     self.report(MalformedLine(malformed, job.id))
@@ -440,14 +444,14 @@ class Server:
                 rank.answer = rank.answer or message
             elif rank.number == 0:
                 job.has_result = job.has_result or "result" in message
-                said = {name: value for name, value in message.items() if name in (*_OF_JOBS, "at")}
+                said = {name: value for name, value in message.items() if name in (*_KEYS_OF_JOBS, "at")}
                 self._send_document({**said, "id": job.id})
 
 
-def _of_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
+def _naming_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of a failed rank with its number in the message."""
     if isinstance(problem := result.get("problem"), dict):
-        return {**result, "problem": _of_rank(number, problem)}
+        return {**result, "problem": _naming_rank(number, problem)}
     message = result.get("message")
     return {**result, "message": f"rank {number}: {message}"} if isinstance(message, str) else result
 

@@ -42,6 +42,8 @@ from autotune.worker.private.transformers import checkpointing_layers
 from autotune.worker.trial.look import first_step
 
 VOCABULARY = 200
+COMPILED = {"torch_compile": True, "torch_compile_backend": "eager"}
+CHECKPOINTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def language_model(**changes: Any) -> Any:
@@ -126,6 +128,12 @@ def check_same(found: Any, stock: Any, rel: float = 0.0, atol: float = 0.0) -> N
     """Compare losses and weights."""
     assert found[0] == pytest.approx(stock[0], rel=rel, abs=0.0)
     assert torch.allclose(found[1], stock[1], rtol=1e-5 if atol else 0.0, atol=atol)
+
+
+def begin_counting_compilations() -> None:
+    """Have ``torch._dynamo.utils.counters`` count what is compiled from here on."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
 
 
 def graphed(trainer: Trainer) -> GraphedSteps:
@@ -676,10 +684,8 @@ class TestSparsePrediction:
         assert all(4 <= count <= 20 and count % 4 == 0 for count in rows)
 
     def test_layers_are_compiled_for_the_training_alone(self, tmp_path: Path) -> None:
-        settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
-        trainer = trainer_of(masked_model(), masked_samples(), tmp_path, **settings)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        trainer = trainer_of(masked_model(), masked_samples(), tmp_path, **COMPILED, max_steps=2)
+        begin_counting_compilations()
         apply(trainer, sparse_prediction=True, regional_compilation=True)
         assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
         trainer.train()
@@ -831,7 +837,7 @@ class TestUnpadded:
 class TestCompiledLayers:
     @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.whole), True])
     def test_the_training_is_the_same(self, checkpointing: bool, tmp_path: Path) -> None:
-        settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": checkpointing}
+        settings = {**CHECKPOINTED, "gradient_checkpointing": checkpointing}
         stock = trainer_of(language_model(), samples(), tmp_path, **settings)
         compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
         trainer = trainer_of(language_model(), samples(), tmp_path, **settings, **compiled)
@@ -843,11 +849,9 @@ class TestCompiledLayers:
 
     @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.whole)])
     def test_layers_that_are_alike_share_their_code(self, checkpointing: bool, tmp_path: Path) -> None:
-        settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": checkpointing}
-        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-        trainer = trainer_of(encoder_decoder(), source_and_target(), tmp_path, **settings, **compiled)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        settings = {**CHECKPOINTED, "gradient_checkpointing": checkpointing}
+        trainer = trainer_of(encoder_decoder(), source_and_target(), tmp_path, **settings, **COMPILED)
+        begin_counting_compilations()
         losses, _ = train(apply(trainer, regional_compilation=True))
         # The first layers of encoder and decoder have a bias that the others take from them.
         assert torch._dynamo.utils.counters["frames"] == {"total": 4, "ok": 4}
@@ -861,10 +865,8 @@ class TestCompiledLayers:
         wide = model.config.hidden_size // model.config.num_attention_heads
         data = [row for length in (wide, 24, 40) for row in samples(length)[:4]]
         settings = {"train_sampling_strategy": "sequential", "max_steps": 3}
-        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-        trainer = trainer_of(model, data, tmp_path, **settings, **compiled)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        trainer = trainer_of(model, data, tmp_path, **settings, **COMPILED)
+        begin_counting_compilations()
         train(apply(trainer, regional_compilation=True, length_multiple=8))
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -873,8 +875,7 @@ class TestCompiledLayers:
         """Of the first micro-step it is asked whether its loss depends on the number of items, by a gradient."""
         data = [row for length in (16, 24, 40) for row in samples(length)[:8]]
         settings = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2, "max_steps": 3}
-        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
-        trainer = trainer_of(language_model(), data, tmp_path, **settings, **compiled)
+        trainer = trainer_of(language_model(), data, tmp_path, **settings, **COMPILED)
         torch._dynamo.reset()
         losses, _ = train(apply(trainer, regional_compilation=True, length_multiple=8, fused_loss=True))
         stock, _ = train(trainer_of(language_model(), data, tmp_path, **settings))
@@ -901,13 +902,10 @@ class TestCompiledLayers:
     # The limit is torch's own again; to compile for one shape is quicker.
     @torch._dynamo.config.patch(recompile_limit=8, automatic_dynamic_shapes=False)
     def test_evaluations_are_compiled_as_well(self, tmp_path: Path) -> None:
-        settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing": True}
         evaluating = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4, "max_steps": 2}
-        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
         data = source_and_target()
-        trainer = trainer_of(encoder_decoder(), data, tmp_path, data[:6], **settings, **evaluating, **compiled)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+        trainer = trainer_of(encoder_decoder(), data, tmp_path, data[:6], **CHECKPOINTED, **evaluating, **COMPILED)
+        begin_counting_compilations()
         train(apply(trainer, regional_compilation=True))
         # Of 4 kinds of layer: trained, evaluated, and evaluated with the last batch, which is smaller.
         assert torch._dynamo.utils.counters["frames"] == {"total": 12, "ok": 12}

@@ -32,7 +32,7 @@ from autotune.worker.trial.build import build_config, build_model
 from autotune.worker.trial.meter import failure_of, open_meter
 from autotune.worker.trial.run import trainer_arguments
 from autotune.worker.trial.step_checks import on_each_micro_step
-from autotune.worker.trial.synthetic import synthetic_dataset
+from autotune.worker.trial.synthetic import synthetic_ingredients
 
 # A gradient is projected as a matrix with so many columns. A random direction is the product of a vector along the rows
 # and one across them, so that few random numbers are drawn.
@@ -119,17 +119,19 @@ class _EndedError(BaseException):
     """Ends a training whose first step was recorded; a ``BaseException``, which no ``except Exception`` catches."""
 
 
-class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
+class FirstStepRecorder(TrainerCallback):  # type: ignore[misc]
     """Calls ``finish`` with the record of the first optimizer step, before the update; ``finish`` ends the training."""
 
-    def __init__(self, trainer: Any, finish: Callable[[FirstStep], Any], samples: int, graphs: Any = None) -> None:
+    def __init__(
+        self, trainer: Any, finish: Callable[[FirstStep], Any], samples: int, *, has_same_samples: bool, graphs: Any
+    ) -> None:
         self._trainer, self._finish, self._samples = trainer, finish, samples
+        self._has_same_samples = has_same_samples
         # CUDA graphs are captured after some micro-steps; the step that replays them is recorded.
         self._graphs = graphs
         self._replayed_before = 0
         self._losses: list[torch.Tensor] = []
         self._micro_steps = 0
-        self.has_same_samples = True
 
     def take(self, _: Any, loss: torch.Tensor) -> None:
         """Record the loss of a micro-step."""
@@ -149,17 +151,17 @@ class FirstStepWatch(TrainerCallback):  # type: ignore[misc]
             return
         scaler = self._trainer.accelerator.scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-        precision = self._trainer.accelerator.mixed_precision
+        precision = "tf32" if args.tf32 else self._trainer.accelerator.mixed_precision
         step = step_of(
             kwargs["model"].named_parameters(),
             float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
             self._samples,
             len(self._losses),
             scale=scale,
-            roundoff=UNIT_ROUNDOFF["tf32" if args.tf32 else precision if precision in UNIT_ROUNDOFF else "fp32"],
+            roundoff=UNIT_ROUNDOFF.get(precision, UNIT_ROUNDOFF["fp32"]),
         )
         divides = getattr(self._trainer, "divides_by_accumulation", False)
-        self._finish(dataclasses.replace(step, divides=divides, has_same_samples=self.has_same_samples))
+        self._finish(dataclasses.replace(step, divides=divides, has_same_samples=self._has_same_samples))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Prevent logging, evaluation, saving and an early stop."""
@@ -209,10 +211,9 @@ def prepare_look(
     if settings is not None:
         apply(trainer, **settings)
     graphs = trainer.training_step if settings and settings.get("cuda_graphs") else None
-    watch = FirstStepWatch(trainer, finish, samples, graphs)
-    watch.has_same_samples = has_same_samples
-    on_each_micro_step(trainer, watch.take)
-    trainer.add_callback(watch)
+    recorder = FirstStepRecorder(trainer, finish, samples, has_same_samples=has_same_samples, graphs=graphs)
+    on_each_micro_step(trainer, recorder.take)
+    trainer.add_callback(recorder)
     set_seed(seed + noise)
 
 
@@ -299,16 +300,17 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
             make_arguments = functools.partial(
                 trainer_arguments, candidate, work.devices.kind, effort, output_dir, work.seed
             )
+            samples = candidate.samples_per_step
             if work.data_folder is not None:
                 prepared = PreparedDataset(workload, work.data_folder)
                 trainer = Trainer(model, make_arguments(**prepared.arguments), **prepared.ingredients(model))
             else:
-                dataset = synthetic_dataset(workload, model, candidate.samples_per_step, work.seed)
-                trainer = Trainer(model, make_arguments(), train_dataset=dataset, data_collator=dataset.collator)
-            settings, most_bytes = dict(applied_settings(candidate.arm)), 0 if work.as_measured else work.cap_bytes // 2
+                ingredients = synthetic_ingredients(workload, model, samples, work.seed)
+                trainer = Trainer(model, make_arguments(), **ingredients)
+            settings = dict(applied_settings(candidate.arm))
+            most_bytes = 0 if work.as_measured else work.cap_bytes // 2
             if work.layers is not None and "checkpointed_layers" in settings:
                 settings["checkpointed_layers"] = min(settings["checkpointed_layers"], work.layers)
-            samples = candidate.samples_per_step
             steps.append(
                 first_step(trainer, samples, settings, seed=work.seed, noise=work.noise, most_bytes=most_bytes)
             )

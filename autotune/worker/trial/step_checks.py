@@ -42,7 +42,10 @@ class LossWatch:
 
     def __init__(self, trainer: Any) -> None:
         self._latest: Any = None
-        on_each_micro_step(trainer, lambda _, loss: setattr(self, "_latest", loss))
+        on_each_micro_step(trainer, self._take)
+
+    def _take(self, _: Any, loss: Any) -> None:
+        self._latest = loss
 
     def problem(self) -> str | None:
         """Return the problem of the last loss in words; ``None`` where it is finite or there is none."""
@@ -172,7 +175,7 @@ class StepChecks:
                 f"{self._name} made {seen.backward_passes} backward passes in a step of {batches}",
                 "call backward() on the loss of each batch (torch.autograd.grad is not seen), and catch no error of it",
             )
-        if self._batch is not None and not fills(seen.calls, micro_steps, self._batch):
+        if self._batch is not None and not may_have_all_samples(seen.calls, micro_steps, self._batch):
             rows = max(call.rows for call in seen.calls)
             self._refuse(
                 f"{self._name} gives its model {rows} samples of a batch of {self._batch}",
@@ -195,7 +198,7 @@ class StepChecks:
         return self._ran_out
 
 
-def fills(calls: Sequence[Call], micro_steps: int, batch: int) -> bool:
+def may_have_all_samples(calls: Sequence[Call], micro_steps: int, batch: int) -> bool:
     """Return whether all samples of a step may have gone into a model.
 
     ``True`` also where the samples cannot be counted: without input tensors, and where they are packed in rows.
@@ -239,13 +242,11 @@ class FirstStepWatch(Listener):
         """Judge the first step that had a backward pass, and stop watching."""
         if not self._passes:
             return
-        wanted, name, arm = self._accumulation, self._training.source.name, self._training.candidate.arm
+        name, arm = self._training.source.name, self._training.candidate.arm
+        wanted = self._accumulation if self._accumulation is not None else self._passes
         # A gradient scaler may have skipped updates, whose backward passes are counted here.
-        if (
-            wanted is not None
-            and self._passes != wanted
-            and not (arm.precision == "fp16" and not self._passes % wanted)
-        ):
+        is_whole = self._passes % wanted == 0 if arm.precision == "fp16" else self._passes == wanted
+        if not is_whole:
             self._end(
                 f"{name} makes {self._passes} backward passes for a step of its optimizer, asked was {wanted}",
                 "have it accumulate as many batches as it is told",

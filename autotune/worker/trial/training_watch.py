@@ -154,8 +154,8 @@ class TrainingWatch:
         self.compiles = False
         """Whether ``torch.compile`` was called."""
         self.is_removed = False
-        self._is_close = True
-        self._keeping: Any = None
+        self._looks_closely = True
+        self._saved_tensors_hooks: Any = None
         self._looked_within = 0
         self._hook: Any = None
         self._after_hook: Any = None
@@ -252,7 +252,7 @@ class TrainingWatch:
 
     def begin_timed(self) -> None:
         """Stop looking at gradients and inside backward passes."""
-        self._is_close = False
+        self._looks_closely = False
 
     # Calls of modules
 
@@ -276,16 +276,16 @@ class TrainingWatch:
         if self.model is None:
             # A module compiled by torch.compile has no class and config of its own.
             self.model = getattr(called, "_orig_mod", called)
-        if self._is_close:
+        if self._looks_closely:
             self.place = self.place or users_line(lines_above())
         if torch.is_grad_enabled() and not is_in_autograd():
             # An autocast that is on for good is never entered.
             kinds = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
-            on = [cast for device in kinds if (cast := _cast(device, torch.get_autocast_dtype(device)))]
+            on = [cast for device in kinds if (cast := _autocast_record(device, torch.get_autocast_dtype(device)))]
             self.autocasts.update(on)
             self.called_in.update(on)
         self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
-        looks = self._is_close and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
+        looks = self._looks_closely and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
         # Hooks of checkpointing around the call would not be called for its tensors.
         if looks and not packs_saved_tensors():
             self._look_within(called)
@@ -299,31 +299,31 @@ class TrainingWatch:
 
     def _look_within(self, called: torch.nn.Module) -> None:
         """Record the dtypes of tensors that this call saves for the backward pass."""
-        own = {_storage(each) for each in (*called.parameters(), *called.buffers())}
+        own = {_storage_address(each) for each in (*called.parameters(), *called.buffers())}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() and _storage(tensor) not in own:
+            if tensor.dim() and _storage_address(tensor) not in own:
                 self.inner_dtypes.add(_dtype_name(tensor.dtype))
             # An output that its own graph saves, not detached, would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
 
         self._looked_within += bool(own)
-        self._keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        self._keeping.__enter__()
+        self._saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        self._saved_tensors_hooks.__enter__()
 
     def _after_call(self, called: Any, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         """Record the end of a call of an outermost module."""
         self._after_hook.remove()
-        if self._keeping is not None:
-            self._keeping.__exit__()
-            self._keeping = None
+        if self._saved_tensors_hooks is not None:
+            self._saved_tensors_hooks.__exit__()
+            self._saved_tensors_hooks = None
         self._enable_hook()
-        self._tell_of_call(called, given, named, result)
+        self._report_call(called, given, named, result)
         # Where the call failed there is no result, and torch calls this hook while it handles the error.
         if result is None and (error := sys.exc_info()[1]) is not None:
             self._note_error(error)
         else:
-            self._take_call(called, given, named, result)
+            self._record_call(called, given, named, result)
 
     def _weights_of(self, called: Any) -> str | None:
         """Return the dtype of a module's first parameter; ``None`` for a module without parameters."""
@@ -335,7 +335,7 @@ class TrainingWatch:
             self._weights[called] = _dtype_name(first.dtype)
         return self._weights[called]
 
-    def _tell_of_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
+    def _report_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         """Report a call and the shapes of its inputs and outputs to the listener."""
         if self.listener is not None and not is_in_autograd():
             passed = (*given, named)
@@ -346,7 +346,7 @@ class TrainingWatch:
             shapes |= {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(result, "out", depth=3)}
             self.listener.call_ends(called, shapes, trains=torch.is_grad_enabled())
 
-    def _take_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
+    def _record_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         """Record a call that computes gradients, once a gradient comes back to it."""
         if not torch.is_grad_enabled():
             self._calls_without_gradients += not is_in_autograd()
@@ -384,7 +384,7 @@ class TrainingWatch:
             if self.listener is not None:
                 self.listener.backward_begins(args[0] if args else kwargs.get("tensors"))
             was_on = self._hook is not None
-            if not self._is_close:
+            if not self._looks_closely:
                 # Calls that are recomputed within need no hooks.
                 self._disable_hook()
             try:
@@ -416,11 +416,11 @@ class TrainingWatch:
             if model is None or isinstance(model, torch.nn.Module):
                 # A decorator, which calls torch.compile again; or a module, whose call itself is not compiled.
                 return made
-            return self._around(made, getattr(model, "__self__", None))
+            return self._recorded_like_a_module(made, getattr(model, "__self__", None))
 
         self._replace(torch, "compile", watched)
 
-    def _around(self, made: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+    def _recorded_like_a_module(self, made: Callable[..., Any], owner: Any) -> Callable[..., Any]:
         """Return a compiled function that is recorded like a module call."""
 
         @functools.wraps(made)
@@ -440,8 +440,8 @@ class TrainingWatch:
             finally:
                 self._enable_hook()
             if isinstance(owner, torch.nn.Module):
-                self._tell_of_call(owner, given, named, result)
-                self._take_call(owner, given, named, result)
+                self._report_call(owner, given, named, result)
+                self._record_call(owner, given, named, result)
             return result
 
         return call
@@ -450,7 +450,7 @@ class TrainingWatch:
         """Record every autocast that is entered while gradients are enabled, except to float32."""
 
         def entered(enter: Callable[..., Any], context: Any) -> Any:
-            cast = _cast(context.device, context.fast_dtype) if context._enabled else None
+            cast = _autocast_record(context.device, context.fast_dtype) if context._enabled else None
             if cast is not None and torch.is_grad_enabled():
                 self.autocasts.add(cast)
             return enter(context)
@@ -478,7 +478,7 @@ class TrainingWatch:
         if (found := getattr(optimizer, "found_inf", None)) is not None:
             # A fused optimizer skips its update by itself.
             self._found_inf.append(found)
-        if self._is_close and (found is None or not bool(found.item())):
+        if self._looks_closely and (found is None or not bool(found.item())):
             named = self.model.named_parameters() if self.model is not None else ()
             self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
             updated = (each for group in optimizer.param_groups for each in group["params"])
@@ -500,7 +500,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _cast(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
+def _autocast_record(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
     """Return the record of an autocast; ``None`` for one to float32, which changes nothing.
 
     Scripts such as nanoGPT enter one to float32. torch disables that on a CPU, and leaves it enabled on a GPU.
@@ -540,7 +540,7 @@ def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) ->
     return mask.detach() if isinstance(mask, torch.Tensor) and mask.shape == tokens.shape else None
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage; 0 without one."""
     try:
         return local_part(tensor).untyped_storage().data_ptr()
@@ -561,8 +561,11 @@ def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
         elif left:
             if isinstance(part, list) and part and isinstance(part[0], torch.Tensor):
                 shapes.append((len(part),))
-            for each in part.values() if isinstance(part, Mapping) else part if is_row(part) else ():
-                add(each, left - 1)
+            if isinstance(part, Mapping):
+                part = list(part.values())
+            if is_row(part):
+                for each in part:
+                    add(each, left - 1)
 
     add(value, depth)
     return shapes
