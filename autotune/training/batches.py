@@ -12,6 +12,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,26 +101,26 @@ def stock_settings(trainer: Trainer) -> dict[str, int]:
     return found
 
 
+@dataclass(frozen=True)
 class _ChangingCollator:
     """Makes batches as another collator does, and changes them."""
 
-    def __init__(self, collate: Callable[..., Any], change: Change) -> None:
-        self.collate = collate
-        self.change = change
+    collate: Callable[..., Any]
+    change: Change
 
     def __call__(self, samples: Any) -> Any:
         return self.change(self.collate(samples))
 
 
+@dataclass(frozen=True)
 class Loading:
     """Takes the place of ``Trainer.get_train_dataloader``, and has the batches of its loader changed."""
 
-    def __init__(self, load: Callable[[], Any], change: Change) -> None:
-        self._load = load
-        self.change = change
+    load: Callable[[], Any]
+    change: Change
 
     def __call__(self) -> Any:
-        return change_loader(self._load(), self.change)
+        return change_loader(self.load(), self.change)
 
 
 def change_loader(loader: Any, change: Change) -> Any:
@@ -185,17 +186,17 @@ def padding_value(trainer: Trainer) -> int:
     return 0
 
 
+@dataclass(frozen=True)
 class PaddedToMultiple:
     """Pads a batch on the right until its tokens are a multiple of a number; a seq2seq model's targets likewise.
 
     No batch is padded beyond ``longest``, the number of positions of the model.
     """
 
-    def __init__(self, multiple: int, pad: int = 0, longest: int | None = None, *, has_decoder: bool = False) -> None:
-        self._multiple = multiple
-        self._pad = pad
-        self._longest = longest
-        self._has_decoder = has_decoder
+    multiple: int
+    pad: int = 0
+    longest: int | None = None
+    has_decoder: bool = False
 
     def __call__(self, batch: Any) -> dict[str, Any]:
         """Return the batch with tensors (samples, tokens) padded to the multiple.
@@ -212,14 +213,14 @@ class PaddedToMultiple:
 
     def _padded(self, name: str, value: Any, ids: torch.Tensor) -> Any:
         """Return a field of a batch, padded if it has a value for each token."""
-        of_decoder = name.startswith("decoder_") or (name == "labels" and self._has_decoder)
+        of_decoder = name.startswith("decoder_") or (name == "labels" and self.has_decoder)
         is_text = isinstance(value, torch.Tensor) and value.ndim == 2 and len(value) == len(ids)
         if not is_text or not (of_decoder or value.shape == ids.shape):
             return value
         tokens = value.shape[1]
-        wanted = -(-tokens // self._multiple) * self._multiple
-        if self._longest is not None:
-            wanted = max(tokens, min(wanted, self._longest))
+        wanted = -(-tokens // self.multiple) * self.multiple
+        if self.longest is not None:
+            wanted = max(tokens, min(wanted, self.longest))
         if wanted == tokens:
             return value
         return functional.pad(value, (0, wanted - tokens), value=self._value(name))
@@ -227,7 +228,7 @@ class PaddedToMultiple:
     def _value(self, name: str) -> int:
         """Return the padding value of a field of a batch."""
         if name in ("input_ids", "decoder_input_ids"):
-            return self._pad
+            return self.pad
         if name == "labels":
             return IGNORED
         if name.endswith("mask") or name == "token_type_ids":

@@ -63,14 +63,14 @@ _Result = tuple[torch.Tensor, torch.Tensor]
 """The loss of a micro-step, and the norm of the gradient of each parameter."""
 
 
+@dataclass
 class _Shape:
     """One shape of inputs: its size in elements, its eager runs, its graphs that write gradients or add to them."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.seen = 0
-        self.writing: _Graph | None = None
-        self.adding: _Graph | None = None
+    size: int
+    seen: int = 0
+    writing: _Graph | None = None
+    adding: _Graph | None = None
 
     def graph(self, *, is_first: bool) -> _Graph | None:
         """Return the graph for the first micro-step of an optimizer step or a later one; ``None`` without any."""
@@ -240,7 +240,10 @@ class GraphedSteps:
                 before = [gradient.clone() for gradient in self._gradients]
             self._forget_gradients()
             expected = self._run_reference(model, *held)
-            captured, loss = self._capture(model, *held)
+            captured = torch.cuda.CUDAGraph()
+            # torch.cuda.graph first frees what is cached for eager steps: the memory of a graph is a pool of its own.
+            with torch.cuda.graph(captured, pool=self._pool, stream=self._stream):
+                loss = self._run(model, *held)
         except RuntimeError as error:
             began = _original_error(error)
             if isinstance(began, torch.OutOfMemoryError | SettingUnavailableError):
@@ -327,16 +330,6 @@ class GraphedSteps:
                     f"the {what} of {type(_original(model)).__name__} in a CUDA graph differ from those of an eager "
                     f"step by {off:.1%}; train without cuda_graphs"
                 )
-
-    def _capture(
-        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any
-    ) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Capture a micro-step and return it with its loss. Nothing is computed yet."""
-        graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph first frees what is cached for eager steps: the memory of a graph is a pool of its own.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            loss = self._run(model, inputs, num_items_in_batch)
-        return graph, loss
 
     def _created_gradients(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
         """Return the gradients that the first capture created. Raises ``SettingUnavailableError`` if one is missing."""

@@ -61,8 +61,7 @@ def with_positions(batch: Any) -> Any:
 class _Chosen:
     """Passes only some tokens of an encoder's output on to the layers after it."""
 
-    def __init__(self) -> None:
-        self.positions: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
 
     def after_encoder(self, _module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
         """Return the encoder's output with the hidden states of the chosen tokens only: (1, positions, size)."""

@@ -110,7 +110,7 @@ for strategy, checkpointing, syncs in kinds["sharded"]:
             "anatomy": anatomy(at[1], scaled.label),
         }
     sharded[" ".join(map(str, (strategy, checkpointing, syncs)))] = row
-half = FakeTraining(dataclasses.replace(bert, dtype="bfloat16"), arm, chip).step().of(1)
+half = FakeTraining(dataclasses.replace(bert, dtype="bfloat16"), arm, chip).step().step_for(1)
 zero = {}
 for strategy in kinds["zero"]:
     arm = Arm("bf16", strategy=strategy, ranks=1 if strategy == "zero2-offload" else 2)

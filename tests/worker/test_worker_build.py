@@ -62,8 +62,3 @@ def test_decoders_that_classify_get_a_padding_token() -> None:
     assert build_config(tiny_workload("gpt2-tiny", task="sequence-classification")).pad_token_id == 0
     kept = tiny_workload("gpt2-tiny", task="sequence-classification", config={"pad_token_id": 7})
     assert build_config(kept).pad_token_id == 7
-
-
-def test_a_task_that_the_architecture_has_no_model_for_is_named() -> None:
-    with pytest.raises(ValueError, match="no causal-lm model of type 'vit'"):
-        model_class(tiny_workload("vit-tiny", task="causal-lm"))

@@ -298,17 +298,17 @@ class PreparedDataset:
         return _PaddedToLength(collator, tokenizer, length) if length else collator
 
 
+@dataclass(frozen=True)
 class _PaddedToLength:
     """Pads samples to one length, for a collator that can only pad to the longest."""
 
-    def __init__(self, collator: Any, tokenizer: Any, length: int) -> None:
-        self._collator = collator
-        self._tokenizer = tokenizer
-        self._length = length
+    collator: Any
+    tokenizer: Any
+    length: int
 
     def __call__(self, samples: list[dict[str, Any]]) -> Any:
-        padded = [self._tokenizer.pad(sample, padding="max_length", max_length=self._length) for sample in samples]
-        return self._collator([dict(sample) for sample in padded])
+        padded = [self.tokenizer.pad(sample, padding="max_length", max_length=self.length) for sample in samples]
+        return self.collator([dict(sample) for sample in padded])
 
 
 class _ImageTransform:

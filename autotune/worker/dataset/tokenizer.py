@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -123,26 +124,26 @@ def _pixels(stored: dict[str, Any]) -> Any:
         return image.convert("RGB")
 
 
+@dataclass(frozen=True)
 class ImageTextCollator:
     """Makes batches: decodes images, calls the processor on images and texts, and adds labels.
 
     Padding and tokens of images have no label.
     """
 
-    def __init__(self, processor: Any, image_token: int, padding: dict[str, Any]) -> None:
-        self._processor = processor
-        self._image_token = image_token
-        self._padding = padding
+    processor: Any
+    image_token: int
+    padding: dict[str, Any]
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         # Special tokens are in the text already, from the chat template if there is one, as in TRL's collator.
-        batch = self._processor(
+        batch = self.processor(
             text=[sample[TEXT] for sample in samples],
             images=[[_pixels(stored) for stored in images_in(sample[IMAGES])] for sample in samples],
             add_special_tokens=False,
             return_tensors="pt",
-            **self._padding,
+            **self.padding,
         )
         tokens = batch["input_ids"]
-        is_learned = (batch["attention_mask"] == 1) & (tokens != self._image_token)
+        is_learned = (batch["attention_mask"] == 1) & (tokens != self.image_token)
         return {**batch, "labels": tokens.masked_fill(~is_learned, _IGNORED)}

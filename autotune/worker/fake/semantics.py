@@ -28,38 +28,11 @@ from autotune.worker.private.transformers import decide_masks_without_values
 # aten/src/ATen/autocast_mode.h, AT_FORALL_FP32: operations that CUDA autocast computes in float32 and CPU autocast does
 # not cast. Reductions to a scalar are left out, since their memory does not matter.
 _FLOAT32_OPERATIONS = (
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "group_norm",
-    "cosine_similarity",
-    "nll_loss",
-    "nll_loss2d",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "binary_cross_entropy_with_logits",
-    "logsumexp",
-)
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "group_norm", "cosine_similarity", "nll_loss", "nll_loss2d", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss",
+    "mse_loss", "binary_cross_entropy_with_logits", "logsumexp",
+)  # fmt: skip
 # AT_FORALL_FP32_SET_OPT_DTYPE: autocast sets the dtype argument instead of casting the input first.
 _FLOAT32_BY_ARGUMENT = ("softmax.int", "log_softmax.int", "cumsum", "cumprod", "sum", "sum.dim_IntList", "prod")
 

@@ -231,38 +231,37 @@ def with_autocast(forward: Any, precision: str, *, caches: bool = True) -> Any:
     return with_float32_outputs(autocast(forward))
 
 
+@dataclass
 class _BuiltIn:
     """The built-in training of a workload in one arm."""
 
-    max_grad_norm = 1.0
-
-    def __init__(self, workload: Workload, arm: Arm, model: Any) -> None:
-        self._workload = workload
-        self._arm = arm
-        self.model = model
+    workload: Workload
+    arm: Arm
+    model: Any
+    max_grad_norm: float = 1.0
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
         """Turn on checkpointing and the fused loss; return the optimizer."""
-        if self._arm.fused_loss:
+        if self.arm.fused_loss:
             loss.fuse_loss_of(self.model)
-        if self._arm.sparse_prediction:
+        if self.arm.sparse_prediction:
             sparse.predict_chosen_tokens(self.model)
-        if self._arm.gradient_checkpointing:
-            _enable_checkpointing(self.model, self._arm)
-        return _optimizer(self._arm.optim, self.model)
+        if self.arm.gradient_checkpointing:
+            _enable_checkpointing(self.model, self.arm)
+        return _optimizer(self.arm.optim, self.model)
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
         """Return a synthetic batch."""
-        batch = zero_batch(self._workload, self.model, size)
-        if self._arm.sparse_prediction:
-            masked = math.ceil(MASKED_FRACTION * self._workload.seq_len)
-            computed = size * sparse.positions_to_compute(self._workload.seq_len, masked)
+        batch = zero_batch(self.workload, self.model, size)
+        if self.arm.sparse_prediction:
+            masked = math.ceil(MASKED_FRACTION * self.workload.seq_len)
+            computed = size * sparse.positions_to_compute(self.workload.seq_len, masked)
             batch[sparse.POSITIONS] = torch.zeros(computed, dtype=torch.int64)
         return batch
 
     def loss(self, batch: dict[str, torch.Tensor]) -> Any:
         """Return the loss as ``Trainer.compute_loss`` does: the other outputs are freed on return."""
-        forward = with_autocast(self.model.forward, self._arm.precision, caches=not self._arm.uncached_casts)
+        forward = with_autocast(self.model.forward, self.arm.precision, caches=not self.arm.uncached_casts)
         outputs = forward(**batch)
         return outputs["loss"]
 
@@ -409,24 +408,24 @@ class _Peaks:
     runs_out: bool
 
 
+@dataclass(frozen=True)
 class Limits:
     """Predicts which batches of a step fit: within the cap, and below the line with a margin."""
 
-    def __init__(self, step: ScalableStep, chip: Chip, bounds: Bounds, spare_bytes: int = 0) -> None:
-        self._step = step
-        self._chip = chip
-        self._bounds = bounds
-        self._spare_bytes = spare_bytes
+    step: ScalableStep
+    chip: Chip
+    bounds: Bounds
+    spare_bytes: int = 0
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
         """Return the peaks at a batch, whether it fits, and the parts of the peak."""
-        step = self._step.step_for(accumulation)
-        events = step.at(batch, self._chip, accumulation=accumulation)
+        step = self.step.step_for(accumulation)
+        events = step.at(batch, self.chip, accumulation=accumulation)
         peaks = self._peaks(events, step)
         return MemoryPrediction(
             batch,
             accumulation,
-            micro_batch_bytes=self._step.micro_batch_bytes(batch, self._chip),
+            micro_batch_bytes=self.step.micro_batch_bytes(batch, self.chip),
             peak_allocated_bytes=peaks.allocated_bytes,
             peak_reserved_bytes=peaks.reserved_bytes,
             runs_out=peaks.runs_out,
@@ -435,7 +434,7 @@ class Limits:
         )
 
     def _peaks_fit(self, peaks: _Peaks) -> bool:
-        return not peaks.runs_out and self._bounds.fits(peaks.reserved_bytes + self._spare_bytes, PREDICTION_MARGIN)
+        return not peaks.runs_out and self.bounds.fits(peaks.reserved_bytes + self.spare_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
         """Return the peaks of a step.
@@ -444,20 +443,20 @@ class Limits:
         the allocator frees cached segments. If even this is not enough, the step runs out.
         """
         free = replay(events, stream_of=step.stream_of)
-        if free.peak_reserved_bytes <= self._bounds.cap_bytes:
+        if free.peak_reserved_bytes <= self.bounds.cap_bytes:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
         try:
-            capped = replay(events, self._bounds.cap_bytes, step.stream_of)
+            capped = replay(events, self.bounds.cap_bytes, step.stream_of)
         except OutOfCapError:
             return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, True)
         return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)
 
     def _fits(self, batch: int) -> bool:
         """Return whether a step without accumulation fits at this batch."""
-        step = self._step.step_for(1)
-        events = step.at(batch, self._chip, accumulation=1)
+        step = self.step.step_for(1)
+        events = step.at(batch, self.chip, accumulation=1)
         # The peak of allocated bytes, unrounded, is a lower bound of reserved memory, and faster to compute.
-        return _peak(events)[0] <= self._bounds.line_bytes and self._peaks_fit(self._peaks(events, step))
+        return _peak(events)[0] <= self.bounds.line_bytes and self._peaks_fit(self._peaks(events, step))
 
     def largest_batch(self, multiple: int) -> int:
         """Return the largest multiple of ``multiple`` that fits, found by bisection; 0 where none fits."""
