@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -198,6 +199,7 @@ def attend_within_samples(
 AttentionInterface.register(ATTENTION, attend_within_samples)
 
 
+@dataclass(frozen=True, kw_only=True)
 class InOneRow:
     """Puts the samples of a batch one after the other in a single row.
 
@@ -206,13 +208,10 @@ class InOneRow:
     repeated up to a fixed number of borders: rows then have few shapes.
     """
 
-    def __init__(
-        self, *, keeps_first: bool = False, multiple: int | None = None, pad: int = 0, longest: int | None = None
-    ) -> None:
-        self._keeps_first = keeps_first
-        self._multiple = multiple
-        self._pad = pad
-        self._filler = min(_FILLER, longest or _FILLER)
+    keeps_first: bool = False
+    multiple: int | None = None
+    pad: int = 0
+    longest: int | None = None
 
     def __call__(self, batch: Any) -> dict[str, Any]:
         """Return a batch as one row with tensors (1, tokens), and the borders of its samples.
@@ -242,11 +241,11 @@ class InOneRow:
             )
         ends = torch.cat(((row["position_ids"] == 0).nonzero().flatten(), torch.tensor([len(row["position_ids"])])))
         longest = int(ends.diff().max())
-        if self._multiple is not None:
+        if self.multiple is not None:
             row, ends = self._filled(row, ends, shape[0] if "position_ids" not in batch else None)
             longest = len(row["position_ids"])
         row, ends = {name: value[None] for name, value in row.items()}, ends.int()
-        if not self._keeps_first:
+        if not self.keeps_first:
             row = without_first_labels(row)
         return {**row, _BORDERS_OF: ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
@@ -257,21 +256,21 @@ class InOneRow:
 
         The borders are filled up to have few shapes. ``samples``: number in the batch; ``None`` if rows may be packed.
         """
-        assert self._multiple is not None
-        tokens = len(row["position_ids"])
-        fill = -tokens % self._multiple
-        within = torch.arange(fill) % self._filler
-        values = {"input_ids": self._pad, "labels": IGNORED}
+        assert self.multiple is not None
+        tokens, filler = len(row["position_ids"]), min(_FILLER, self.longest or _FILLER)
+        fill = -tokens % self.multiple
+        within = torch.arange(fill) % filler
+        values = {"input_ids": self.pad, "labels": IGNORED}
         filled = {}
         for name, value in row.items():
             added = within if name == "position_ids" else torch.full((fill,), values.get(name, 0))
             filled[name] = torch.cat((value, added.to(value)))
-        fillers = torch.arange(tokens, tokens + fill, self._filler)
+        fillers = torch.arange(tokens, tokens + fill, filler)
         ends = torch.cat((ends[:-1], fillers, torch.tensor([tokens + fill])))
         if samples is None:
             borders = -(-len(ends) // _BORDERS) * _BORDERS
         else:
-            borders = samples + -(-(self._multiple - 1) // self._filler) + 1
+            borders = samples + -(-(self.multiple - 1) // filler) + 1
         return filled, torch.cat((ends, ends[-1:].expand(borders - len(ends))))
 
 

@@ -178,11 +178,11 @@ def collectives(ranks: int) -> dict[str, Collective]:
     for name, gpus in (("all_reduce", ranks), ("all_gather", ranks), ("group_gather", group_size(ranks))):
         if gpus is not None:
             gathers = name != "all_reduce"
-            first, second = (timed(gpus, size_bytes, gathers=gathers) for size_bytes in _EXCHANGED_BYTES)
+            short, long = (timed(gpus, size_bytes, gathers=gathers) for size_bytes in _EXCHANGED_BYTES)
             # In a ring of n each sends (n - 1) / n of the bytes to gather them, and as many before to sum them up.
-            sent, more = ((1 if gathers else 2) * (gpus - 1) / gpus * size for size in _EXCHANGED_BYTES)
-            rate = (more - sent) / (second - first)
-            found[name] = Collective(max(0.0, first - sent / rate), rate)
+            few_sent, many_sent = ((1 if gathers else 2) * (gpus - 1) / gpus * size for size in _EXCHANGED_BYTES)
+            rate = (many_sent - few_sent) / (long - short)
+            found[name] = Collective(max(0.0, short - few_sent / rate), rate)
     return found
 
 

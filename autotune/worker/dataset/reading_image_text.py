@@ -240,14 +240,16 @@ def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any
 
     Where no message has an image part, the sample's images go to the start of the user's first message, as in TRL.
     """
-    parts = [
-        [{"type": "text", "text": message["content"]}]
-        if isinstance(message["content"], str)
-        else [{name: value for name, value in part.items() if value is not None} for part in message["content"] or []]
-        for message in messages
-    ]
-    if not any(part.get("type") == "image" for each in parts for part in each):
-        first = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
-        if first is not None:
-            parts[first] = [{"type": "image"}] * images + parts[first]
-    return [{"role": message["role"], "content": each} for message, each in zip(messages, parts, strict=True)]
+    made = [{"role": message["role"], "content": _parts_of(message["content"])} for message in messages]
+    if not any(part.get("type") == "image" for message in made for part in message["content"]):
+        of_user = [message for message in made if message["role"] == "user"]
+        if of_user:
+            of_user[0]["content"] = [{"type": "image"}] * images + of_user[0]["content"]
+    return made
+
+
+def _parts_of(content: Any) -> list[dict[str, Any]]:
+    """Return the content of a message as a list of parts, without fields that are ``None``."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return [{name: value for name, value in part.items() if value is not None} for part in content or []]

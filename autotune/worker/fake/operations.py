@@ -175,7 +175,9 @@ class OperationTally:
         query, key, value = args[1:4] if backward else args[0:3]
         batch, heads, length, size = query.shape
         keys = key.shape[-2]
-        dropout, causal = (args[i] if i < len(args) else 0 for i in _DROPOUT_AND_CAUSAL.get(name, (99, 99)))
+        dropout = causal = 0
+        if name in _DROPOUT_AND_CAUSAL:
+            dropout, causal = (args[at] if at < len(args) else 0 for at in _DROPOUT_AND_CAUSAL[name])
         # Two matrix products forward; five backward, one of which repeats the scores (FlashAttention, Dao et al. 2022).
         flops = (5 if backward else 2) * 2 * batch * heads * length * keys * max(size, value.shape[-1])
         if causal:

@@ -444,12 +444,12 @@ class Limits:
         """
         free = replay(events, stream_of=step.stream_of)
         if free.peak_reserved_bytes <= self.bounds.cap_bytes:
-            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, False)
+            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, runs_out=False)
         try:
             capped = replay(events, self.bounds.cap_bytes, step.stream_of)
         except OutOfCapError:
-            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, True)
-        return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, False)
+            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, runs_out=True)
+        return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, runs_out=False)
 
     def _fits(self, batch: int) -> bool:
         """Return whether a step without accumulation fits at this batch."""

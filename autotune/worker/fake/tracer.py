@@ -134,10 +134,14 @@ def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
     tensors = [each for each in out if isinstance(each, torch.Tensor)]
     if len({each.untyped_storage()._cdata for each in tensors}) < len(tensors):
         return None
-    makers = [_maker_of_part(args, each) for each in out]
-    makers_known = [maker for maker in makers if maker is not None]
+    makers: list[_Maker] = []
+    for each in out:
+        maker = _maker_of_part(args, each)
+        if maker is None:
+            return None
+        makers.append(maker)
     kind = type(out)
-    return (lambda given: kind([maker(given) for maker in makers_known])) if len(makers_known) == len(makers) else None
+    return lambda given: kind([maker(given) for maker in makers])
 
 
 def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
