@@ -11,7 +11,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, OutOfMemory
 from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.history import History, Tried
-from autotune.estimate.speed_model import below
+from autotune.estimate.speed_model import normal_cdf
 from autotune.space.arms import levers_of, memory_class, needs_at_least, without
 from autotune.space.levers import HALF, PRIORS
 
@@ -63,10 +63,8 @@ class _Peaks:
     def of(cls, history: History, candidate: Candidate) -> _Peaks:
         """Return the hypotheses on a candidate's peak memory, from the trials of its memory class."""
         own, accumulates = memory_class(candidate.arm), candidate.accumulates
-        batch, over = (
-            candidate.per_device_train_batch_size,
-            history.smallest_over(candidate.arm, accumulates=accumulates),
-        )
+        batch = candidate.per_device_train_batch_size
+        over = history.smallest_over(candidate.arm, accumulates=accumulates)
         measured = [t for t in history.tried if t.measurement]
         fits = [
             t.candidate.per_device_train_batch_size
@@ -79,9 +77,9 @@ class _Peaks:
             for t in measured
             if memory_class(t.candidate.arm) == own and t.candidate.accumulates == accumulates
         }
-        if below := [b for b in like if b <= 0.75 * max(like)]:
+        if smaller := [b for b in like if b <= 0.75 * max(like)]:
             top = max(like)
-            grows = max(0.0, (like[top] - like[max(below)]) / (top - max(below)))
+            grows = max(0.0, (like[top] - like[max(smaller)]) / (top - max(smaller)))
             share = min(1.0, grows * top / like[top])
             return cls(fitting, over, top, math.log(like[top]), share, 1.0, math.log2(top / min(like)))
         if not measured:
@@ -115,7 +113,7 @@ class _Peaks:
             times = 1 - share + share * factor * at / self.at
             # The wider the batches that were measured, the farther they tell.
             doubt = 0.005 + 0.05 * abs(math.log2(at / self.at)) / (1 + self.octaves)
-            return below((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
+            return normal_cdf((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
 
         # If no hypothesis holds, the boundary is anywhere between what fits and what does not.
         anywhere = 0.5 if self.over is None else (self.over - batch) / (self.over - self.fitting)
@@ -187,7 +185,7 @@ class Chances:
             if self._history.ruled_out_by(masked) is not None or self._ran_out_compiled(candidate):
                 self._fits[key] = 0.0
             elif (allocated := self._allocated_bytes(candidate)) is not None:
-                self._fits[key] = below((self._line - math.log(allocated) - _EXPANDED) / _EXPANDED_DOUBT)
+                self._fits[key] = normal_cdf((self._line - math.log(allocated) - _EXPANDED) / _EXPANDED_DOUBT)
             elif (predicted := self._predicted_bytes(candidate)) is not None:
                 self._fits[key] = self._by_prediction(candidate, math.log(predicted))
             else:
@@ -255,7 +253,9 @@ class Chances:
             if candidate.arm.gradient_checkpointing and not self._history.compiled_recomputes:
                 kept = self._predicted_bytes(replace(candidate, arm=without(candidate.arm, ["gradient_checkpointing"])))
                 recomputing = self._predicted_bytes(candidate)
-                return kept and recomputing and round(recomputing + _COMPILED_KEEPS * max(0, kept - recomputing))
+                if kept is None or recomputing is None:
+                    return None
+                return round(recomputing + _COMPILED_KEEPS * max(0, kept - recomputing))
         predicted = memory.prediction(candidate)
         if predicted is None and (arm := without(candidate.arm, PRIORS)) != candidate.arm:
             predicted = memory.prediction(replace(candidate, arm=arm))
@@ -275,8 +275,8 @@ class Chances:
         def under(mean: float, width: float) -> float:
             """Return the probability to fit, where log(measured / predicted peak) has this mean and deviation."""
             # The boundary is below what ran out.
-            least = below((max(rooms) - mean) / width) if rooms else 0.0
-            return max(0.0, below((room - mean) / width) - least) / (1.0 - least + 1e-9)
+            least = normal_cdf((max(rooms) - mean) / width) if rooms else 0.0
+            return max(0.0, normal_cdf((room - mean) / width) - least) / (1.0 - least + 1e-9)
 
         own = [ratio for kind, ratio in self._ratios if kind == memory_class(arm)]
         alike = own or [ratio for kind, ratio in self._ratios if kind.torch_compile == arm.torch_compile]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, Outcome, OutOfMemory
 from autotune.estimate.history import History
+from autotune.estimate.memory import LEAST_EXPANDABLE_EXCESS
 from autotune.estimate.pooling import Tried, replays_graphs
 from autotune.space.arms import changed
 from autotune.space.space import Space
@@ -25,8 +26,6 @@ from autotune.space.space import Space
 _DOUBTFUL_FROM = 3
 # How many more batches of a doubtful arm are tried once nothing else is left.
 _LAST_TRIES = 2
-# Least share by which a GPU reserved more than was allocated with segments that expand: 0.003 to 0.045 (H200).
-_EXPANDABLE_EXCESS = 0.003
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,8 @@ class Judge:
             return None
         if measured is None or not self._history.is_over(tried):
             return None
-        if not self._history.ceiling.bounds.fits(math.ceil(measured.peak_allocated_bytes * (1 + _EXPANDABLE_EXCESS))):
+        least_bytes = math.ceil(measured.peak_allocated_bytes * (1 + LEAST_EXPANDABLE_EXCESS))
+        if not self._history.ceiling.bounds.fits(least_bytes):
             return None
         candidate = replace(tried.candidate, arm=changed(arm, expandable_segments=True))
         return candidate if self.is_open(candidate) and self._space.contains(candidate) else None

@@ -161,9 +161,9 @@ class History:
             if tried.candidate.accumulates <= accumulates and needs_at_least(own, memory_class(tried.candidate.arm))
         ]
 
-    def feasible(self, arm: Arm | None = None) -> list[Tried]:
-        """Return the feasible trials, of one arm or of all."""
-        return [t for t in self.tried if (arm is None or t.candidate.arm == arm) and self.is_feasible(t)]
+    def feasible(self) -> list[Tried]:
+        """Return the feasible trials."""
+        return [tried for tried in self.tried if self.is_feasible(tried)]
 
     def believed(self, among: Iterable[Candidate] | None = None) -> list[Tried]:
         """Return one feasible trial for each candidate, with the pooled speed of its processes.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
@@ -17,7 +16,7 @@ from autotune.space.arms import arm_that_computes, as_asked, is_traced, needs_at
 # Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
 # on an H200.
 _EXPANDABLE_EXCESS = 0.045
-_LEAST_EXPANDABLE_EXCESS = 0.003
+LEAST_EXPANDABLE_EXCESS = 0.003
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ _RANKS_SPREAD = 0.015
 def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]:
     """Return the interval of reserved bytes that contained the measured peak in 95 % of recorded cases."""
     if arm.expandable_segments:
-        return round(prediction.peak_allocated_bytes * (1 + _LEAST_EXPANDABLE_EXCESS)), prediction.peak_reserved_bytes
+        return round(prediction.peak_allocated_bytes * (1 + LEAST_EXPANDABLE_EXCESS)), prediction.peak_reserved_bytes
     low, high = _RESERVED_SPREAD_CHECKPOINTED if arm.gradient_checkpointing else _RESERVED_SPREAD
     if arm.zero_stage is not None:
         high = _ZERO_EXCESS
@@ -103,31 +102,6 @@ def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
         and over.per_device_train_batch_size <= candidate.per_device_train_batch_size
         and over.accumulates <= candidate.accumulates
     )
-
-
-def _prediction_at(
-    of_class: dict[tuple[int, int], MemoryPrediction], candidate: Candidate, fits: Callable[[int], bool]
-) -> MemoryPrediction | None:
-    """Return the prediction for the candidate's batch and accumulation; ``None`` where there is none.
-
-    A prediction for another accumulation is corrected by the inputs of more or fewer micro-steps.
-    """
-    batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
-    if (batch, accumulation) in of_class:
-        return of_class[batch, accumulation]
-    # Without accumulation, gradients do not outlive the micro-step. So one micro-step never stands for several.
-    others = [steps for at, steps in of_class if at == batch and steps > 1]
-    if accumulation == 1 or not others:
-        return None
-    nearest = of_class[batch, min(others, key=lambda steps: abs(steps - accumulation))]
-    more_bytes = (accumulation - nearest.gradient_accumulation_steps) * nearest.micro_batch_bytes
-    predicted = replace(
-        nearest,
-        gradient_accumulation_steps=accumulation,
-        peak_allocated_bytes=nearest.peak_allocated_bytes + more_bytes,
-        peak_reserved_bytes=nearest.peak_reserved_bytes + more_bytes,
-    )
-    return replace(predicted, fits=nearest.fits and fits(predicted.peak_reserved_bytes))
 
 
 class MemoryModel:
@@ -189,10 +163,33 @@ class MemoryModel:
 
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the prediction for a candidate; ``None`` where there is none."""
-        of_class = self._predictions.get(prediction_class(candidate.arm), {})
         arm = candidate.arm
-        predicted = _prediction_at(of_class, candidate, partial(self._fits, arm)) or self._derived(candidate)
+        predicted = self._traced(candidate) or self._derived(candidate)
         return self._expanding(arm, predicted) if predicted and arm.expandable_segments else predicted
+
+    def _traced(self, candidate: Candidate) -> MemoryPrediction | None:
+        """Return the prediction from a trace at the candidate's batch; ``None`` where there is none.
+
+        A prediction for another accumulation is corrected by the inputs of more or fewer micro-steps.
+        """
+        of_class = self._predictions.get(prediction_class(candidate.arm), {})
+        batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
+        if (batch, accumulation) in of_class:
+            return of_class[batch, accumulation]
+        # Without accumulation, gradients do not outlive the micro-step. So one micro-step never stands for several.
+        others = [steps for at, steps in of_class if at == batch and steps > 1]
+        if accumulation == 1 or not others:
+            return None
+        nearest = of_class[batch, min(others, key=lambda steps: abs(steps - accumulation))]
+        more_bytes = (accumulation - nearest.gradient_accumulation_steps) * nearest.micro_batch_bytes
+        reserved_bytes = nearest.peak_reserved_bytes + more_bytes
+        return replace(
+            nearest,
+            gradient_accumulation_steps=accumulation,
+            peak_allocated_bytes=nearest.peak_allocated_bytes + more_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            fits=nearest.fits and self._fits(candidate.arm, reserved_bytes),
+        )
 
     def _derived(self, candidate: Candidate) -> MemoryPrediction | None:
         """Return the prediction for an arm without a traced step, derived from other arms; ``None`` where impossible.

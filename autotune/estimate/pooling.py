@@ -198,8 +198,10 @@ class Pool:
         return self._speeds[candidate]
 
     def counting(self, candidate: Candidate) -> list[Tried]:
-        """Return the trials of a candidate that count for its speed: one for each process."""
-        return _counting(self._trials.get(candidate, ()))
+        """Return the trials that count for a candidate's speed: one for each process, in full if any ran in full."""
+        trials = self._trials.get(candidate, [])
+        whole = [tried for tried in trials if tried.in_full] or trials
+        return list({process_of(tried.trial_id, tried.outcome): tried for tried in whole}.values())
 
     def deviation_seen(self, candidate: Candidate) -> float:
         """Return the deviation between processes of candidates of this kind, in these trials; 0 without repetitions."""
@@ -215,7 +217,7 @@ class Pool:
 
     def pooled(self, candidate: Candidate) -> Tried:
         """Return the candidate's last trial with time, speed and peaks pooled over all its processes."""
-        counting = _counting(self._trials[candidate])
+        counting = self.counting(candidate)
         speed = self.speed(candidate)
         last = counting[-1]
         if speed is None or last.measurement is None or len(counting) == 1:
@@ -245,7 +247,7 @@ class Pool:
 
     def _combine(self, candidate: Candidate) -> Speed:
         """Return the pooled speed of a candidate, with the interval of its next run."""
-        counting = _counting(self._trials[candidate])
+        counting = self.counting(candidate)
         logs = [_log_sample_seconds(tried) for tried in counting]
         count = len(logs)
         variance = self._variance(candidate)
@@ -280,12 +282,6 @@ def _kind(candidate: Candidate, busy_share: float | None) -> Kind:
     """Return the kind of a candidate, by what makes its processes deviate from each other."""
     host_bound = None if busy_share is None else busy_share < HOST_BOUND
     return Kind(candidate.arm.cpu_affinity, host_bound, host_bound is True and replays_graphs(candidate.arm))
-
-
-def _counting(trials: Sequence[Tried]) -> list[Tried]:
-    """Return one trial for each process, only those with every micro-step run if there are any."""
-    whole = [tried for tried in trials if tried.in_full] or list(trials)
-    return list({process_of(tried.trial_id, tried.outcome): tried for tried in whole}.values())
 
 
 def _last_busy_share(trials: Iterable[Tried]) -> float | None:

@@ -127,16 +127,15 @@ class Process:
         if not self.points:
             return np.zeros(len(among)), np.sqrt(prior)
         old, at_old = matrix(self.points), np.array([each.octave for each in self.points])
+        numbers: dict[Candidate, int] = {}
+        number_old, number_new = (
+            np.array([numbers.setdefault(each.candidate, len(numbers)) for each in features])
+            for features in (self.points, among)
+        )
         covariance = old @ old.T + smooth(at_old, at_old)
-        same = np.array([[a.candidate == b.candidate for b in self.points] for a in self.points], dtype=float)
-        covariance += self.own**2 * same + np.diag(np.array(self.variances) + 1e-9)
+        covariance += self.own**2 * (number_old[:, None] == number_old) + np.diag(np.array(self.variances) + 1e-9)
         cross = old @ new.T + smooth(at_old, at_new)
-        own = {each.candidate: [] for each in self.points}  # type: dict[Candidate, list[int]]
-        for row, each in enumerate(self.points):
-            own[each.candidate].append(row)
-        for column, each in enumerate(among):
-            for row in own.get(each.candidate, ()):
-                cross[row, column] += self.own**2
+        cross += self.own**2 * (number_old[:, None] == number_new)
         solved = np.linalg.solve(covariance, cross)
         mean = solved.T @ np.array(self.values)
         return mean, np.sqrt(np.maximum(prior - np.sum(cross * solved, axis=0), 1e-8))
@@ -279,21 +278,22 @@ class SpeedModel:
             else:
                 unclear.append((at, total, noise))
         for at, total, noise in unclear:
-            self._learn_from_sum(at, total, noise, filled=any(p is at for p in self._gpu.points))
+            is_gpu_observed = any(point is at for point in self._gpu.points)
+            self._learn_from_sum(at, total, noise, is_gpu_bound=is_gpu_observed)
 
-    def _learn_from_sum(self, at: Features, total: float, noise: float, *, filled: bool) -> None:
-        """Add a trial that did not observe the host's time: the GPU limits it (``filled``), or the limit is unknown.
+    def _learn_from_sum(self, at: Features, total: float, noise: float, *, is_gpu_bound: bool) -> None:
+        """Add a trial that did not observe the host's time. Where it is not ``is_gpu_bound``, its limit is unknown.
 
         ``total`` is the logarithm of the seconds per sample.
         """
         host, doubt = (float(v[0]) for v in self._host.posterior([at]))
         host += self._host_mean(at)
-        if not filled:
+        if not is_gpu_bound:
             gpu, error = (float(v[0]) for v in self._gpu.posterior([at]))
             gpu += self._gpu_mean(at)
             error, wide = math.hypot(error, noise), math.hypot(doubt, noise)
-            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * below((total - host) / doubt)
-            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * below((total - gpu) / error)
+            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * normal_cdf((total - host) / doubt)
+            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * normal_cdf((total - gpu) / error)
             share = of_gpu / (of_gpu + of_host) if of_gpu + of_host > 0 else 0.5
             if share > _SURELY_NOT:
                 self._gpu.observe(at, total - self._gpu_mean(at), noise + 1 - share)
@@ -304,7 +304,7 @@ class SpeedModel:
         if bound > 4:
             return
         # The host's time is below the step's: a truncated normal distribution, by its first two moments.
-        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / below(bound) if bound > -6 else -bound
+        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / normal_cdf(bound) if bound > -6 else -bound
         mean = host - doubt * hazard
         variance = max(1e-4 * doubt**2, doubt**2 * (1 - bound * hazard - hazard**2))
         precision = 1 / variance - 1 / doubt**2
@@ -381,11 +381,12 @@ class SpeedModel:
         """
         gpu, gpu_error, host, host_error = self.times(among)
         limit = -math.log(best)
-        below = limit - 3 * np.linspace(0, 1, 80) ** 2
-        step = np.log(np.maximum(np.exp(below) - self._data_seconds, 1e-300))
-        both = _normal((step[None, :] - gpu[:, None]) / gpu_error[:, None])
-        both *= _normal((step[None, :] - host[:, None]) / host_error[:, None])
-        widths = -np.diff(below)
+        # The integral over all faster times of the probability that both GPU and host take no longer.
+        times = limit - 3 * np.linspace(0, 1, 80) ** 2
+        step = np.log(np.maximum(np.exp(times) - self._data_seconds, 1e-300))
+        both = _normal_cdf_of_each((step[None, :] - gpu[:, None]) / gpu_error[:, None])
+        both *= _normal_cdf_of_each((step[None, :] - host[:, None]) / host_error[:, None])
+        widths = -np.diff(times)
         gains: Floats = np.sum((both[:, :-1] + both[:, 1:]) / 2 * widths, axis=1)
         return gains, np.maximum(gpu, host)
 
@@ -420,7 +421,7 @@ def _shape(candidate: Candidate) -> tuple[object, ...]:
     return candidate.per_device_train_batch_size, candidate.accumulates, arm.precision, arm.length_multiple
 
 
-def below(z: float) -> float:
+def normal_cdf(z: float) -> float:
     """Return the standard normal distribution function."""
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
@@ -436,7 +437,7 @@ def _effect_of_factor(factor: float) -> Effect:
     return Effect(mean, 0.02 + 0.4 * abs(mean))
 
 
-def _normal(z: Floats) -> Floats:
+def _normal_cdf_of_each(z: Floats) -> Floats:
     """Return the standard normal distribution function (Abramowitz and Stegun 26.2.17; its error is below 1e-7)."""
     t = 1 / (1 + 0.2316419 * np.abs(z))
     tail = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)

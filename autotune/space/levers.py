@@ -65,27 +65,30 @@ class Training:
     @classmethod
     def of(cls, workload: Workload, device_kind: str, ranks: int, layers: int | None = None) -> Training:
         """Return what is known of the training of a workload on this number of ranks."""
-        data = workload.data
-        lengths = data.facts.lengths if data is not None and data.facts is not None else None
-        ends = (lengths.shortest, lengths.longest) if lengths is not None else ()
-        sizes = lengths.in_batches if lengths is not None else ()
-        padded = [data.padded(tokens, workload.seq_len) for tokens in sizes] if data is not None else []
-        interface = workload.source.interface if workload.source is not None else CodeInterface()
+        data, source = workload.data, workload.source
+        interface = source.interface if source is not None else CodeInterface()
+        shapes_vary = interface.shapes_vary is True
+        pads = shapes_vary or workload.padding > 0
+        if data is None:
+            is_ordered = interface.lengths is not None and interface.lengths.order != "random"
+            is_read = source is None or interface.shapes_vary is not None
+        else:
+            is_ordered, is_read = data.group_by_length, data.facts is not None
+            if data.facts is not None and (lengths := data.facts.lengths) is not None:
+                padded = {data.padded(tokens, workload.seq_len) for tokens in lengths.in_batches}
+                shapes_vary = shapes_vary or len(padded) > 1
+                pads = pads or len({lengths.shortest, lengths.longest, *padded}) > 1
         return cls(
             device_kind,
             ranks,
             workload.task,
-            is_own_code=workload.source is not None,
-            has_trainer=workload.source is None or workload.source.framework == "trainer",
-            pads=workload.padding > 0 or len({*ends, *padded}) > 1 or interface.shapes_vary is True,
-            shapes_vary=len({*padded}) > 1 or interface.shapes_vary is True,
+            is_own_code=source is not None,
+            has_trainer=source is None or source.framework == "trainer",
+            pads=pads,
+            shapes_vary=shapes_vary,
             packs=data is not None and data.packing,
-            is_ordered=data.group_by_length
-            if data is not None
-            else interface.lengths is not None and interface.lengths.order != "random",
-            is_read=data.facts is not None
-            if data is not None
-            else workload.source is None or interface.shapes_vary is not None,
+            is_ordered=is_ordered,
+            is_read=is_read,
             layers=layers,
             dtype=workload.dtype,
             obstacles=interface.obstacles,

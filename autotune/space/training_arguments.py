@@ -96,17 +96,14 @@ def training_arguments(
     return arguments
 
 
-# By field that turns a setting off, other fields that would turn it on again: TrainingArguments compile where a backend
-# or a mode is given, whatever torch_compile says.
-_LINKED: dict[str, dict[str, None]] = {
-    "torch_compile": {"torch_compile_backend": None, "torch_compile_mode": None},
-}
-
-
 def linked_fields(arguments: Mapping[str, Any]) -> dict[str, None]:
-    """Return the fields that must be turned off too, since they would turn on what ``arguments`` turn off."""
-    off = [linked for name, linked in _LINKED.items() if name in arguments and not arguments[name]]
-    return {name: value for linked in off for name, value in linked.items()}
+    """Return the fields that must be turned off too, since they would turn on what ``arguments`` turn off.
+
+    ``TrainingArguments`` compile where a backend or a mode is given, whatever ``torch_compile`` says.
+    """
+    if arguments.get("torch_compile", True):
+        return {}
+    return {"torch_compile_backend": None, "torch_compile_mode": None}
 
 
 def fsdp_settings(arm: Arm) -> dict[str, Any]:

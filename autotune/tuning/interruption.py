@@ -55,17 +55,20 @@ def interrupted_by_signals(interruption: Interruption, note: Callable[[str], Non
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = 0
+    has_pressed = is_ended = False
 
     def on_signal(number: int, frame: object) -> None:
-        nonlocal asked
-        asked += 1 if number == signal.SIGINT or asked > 1 else 2 - asked
+        nonlocal has_pressed, is_ended
+        if is_ended:
+            return
         interruption.asked = True
-        if asked == 1:
+        if number == signal.SIGINT and not has_pressed:
+            has_pressed = True
             # Where the signal came in the middle of a print, another one is refused.
             with contextlib.suppress(RuntimeError):
                 note("ending after the running trial; press Ctrl-C again to end at once")
-        elif asked == 2:
+        else:
+            is_ended = True
             interruption.end_at_once()
 
     before = {number: signal.signal(number, on_signal) for number in ending_signals()}

@@ -35,8 +35,6 @@ class Narrator:
         # Of the trials under way, by number: what is tried, what it said last, and when.
         self._running: dict[int, tuple[str, Progress, float]] = {}
         self._best = ""
-        self._in_space: set[Candidate] = set()
-        self._seen = 0
 
     def note(self, text: str) -> None:
         """Print a note between the lines."""
@@ -85,12 +83,10 @@ class Narrator:
         The rule is that of the final result: only candidates of the space count, and of two equally fast ones the
         simpler wins.
         """
-        found = (tried.candidate for tried in history.tried[self._seen :])
-        self._in_space.update(candidate for candidate in found if prepared.space.contains(candidate))
-        self._seen = len(history.tried)
+        in_space = {tried.candidate for tried in history.tried if prepared.space.contains(tried.candidate)}
         if prepared.request.objective == "max-batch":
-            return history.largest(self._in_space)
-        return history.winner(self._in_space)
+            return history.largest(in_space)
+        return history.winner(in_space)
 
     def _row(self, trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
         """Format a trial's line: candidate, speed ± spread, peak memory, verdict."""

@@ -154,7 +154,7 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
         return asked
     if total is not None:
         return total
-    if fixed.accumulation is not None and "batch" in _searched(model):
+    if fixed.accumulation is not None and "batch" in model.interface.searched:
         return None
     if own is None and model.interface.kind == "placeholders":
         raise InvalidRequestError(
@@ -164,17 +164,12 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     return own.samples_per_step * request.world_size if own is not None else None
 
 
-def _searched(model: ModelFacts) -> frozenset[str]:
-    """Return the settings of a candidate that the user's code applies. A Trainer applies all of them."""
-    return frozenset(model.interface.searched)
-
-
 def _without_ignored_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     """Return the request without settings that the user's code would ignore.
 
     Raises ``InvalidRequestError`` where such a setting was requested, or nothing would be left to search.
     """
-    source, searched = request.workload.source, _searched(model)
+    source, searched = request.workload.source, model.interface.searched
     assert source is not None
     if not searched:
         raise InvalidRequestError(
@@ -241,13 +236,13 @@ def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
 
     Raises ``InvalidRequestError`` where the requested effective batch is impossible.
     """
-    source, searched = request.workload.source, _searched(model)
+    source, searched = request.workload.source, model.interface.searched
     assert source is not None
     own, fixed = model.own or OwnSettings(OWN_OPTIM), model.interface.fixed
     batch = own.per_device_train_batch_size if fixed.batch is None else fixed.batch
     accumulation = own.gradient_accumulation_steps if fixed.accumulation is None else fixed.accumulation
     effective_batch = request.effective_batch
-    if {"batch", "accumulation"} <= searched or (effective_batch is None and "batch" in searched):
+    if "batch" in searched and ("accumulation" in searched or effective_batch is None):
         return None
     samples = None if effective_batch is None else effective_batch // request.world_size
     if "batch" not in searched:

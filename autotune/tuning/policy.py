@@ -76,7 +76,7 @@ class MaxBatchPolicy:
             every = batches.at_level(multiple)
         above = every[bisect_right(every, batch_of(largest) if largest else 0) :]
         chances = Chances(history)
-        # How many likely run and fit.
+        # How many likely run and fit. Negated, the probabilities ascend with the batch, as ``bisect`` wants it.
         likely = bisect_right(above, -_LIKELY, key=lambda batch: -chances.chance(self._space.candidate(arm, batch)))
         # A batch that failed or is under way says nothing about memory, so a neighbour is tried instead.
         near = (at for at in (max(0, likely - 1) + away for away in (0, 1, -1, 2, -2)) if 0 <= at < len(above))
@@ -179,14 +179,19 @@ class Acquisition:
         for arm in space.arms:
             among = batches
             if is_free and space.batches.only is None:
-
-                def misfit(batch: int, arm: Arm = arm) -> float:
-                    return -chances.fits(space.candidate(arm, batch))
-
-                edges = [bisect_right(every, -chance, key=misfit) for chance in (_LIKELY, _SURELY)]
-                among = batches | {every[edge - 1] for edge in edges if 0 < edge < len(every)}
+                among = batches | _largest_that_fit(space, arm, every, chances)
             found += [space.candidate(arm, batch) for batch in sorted(among) if space.batches.valid(batch)]
         return found
+
+
+def _largest_that_fit(space: Space, arm: Arm, batches: Sequence[int], chances: Chances) -> set[int]:
+    """Return the largest of ascending batches that likely fits, and that surely does; empty where all or none do."""
+    # ``bisect`` wants keys that ascend, as negated probabilities do.
+    counts = [
+        bisect_right(batches, -chance, key=lambda batch: -chances.fits(space.candidate(arm, batch)))
+        for chance in (_LIKELY, _SURELY)
+    ]
+    return {batches[count - 1] for count in counts if 0 < count < len(batches)}
 
 
 def worth(

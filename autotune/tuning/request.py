@@ -337,10 +337,6 @@ class SearchRequest:
         """Return the effective ``cpu_affinity``; the largest batch that fits does not depend on it."""
         return "off" if self.objective == "max-batch" or self.why_not_pinned() else self.cpu_affinity
 
-    def named(self, study: str) -> SearchRequest:
-        """Return the request with another study name."""
-        return replace(self, study=study)
-
 
 @dataclass(frozen=True, slots=True)
 class RecordedOption:

@@ -44,6 +44,7 @@ class Library:
         self._completed: dict[tuple[Arm, int], list[PastTrial]] = {}
         self._sources: dict[str, PastTrial] = {}
         self._over = History(ceiling)
+        """Trials that ran out of memory under a cap that is no lower than this ceiling's line."""
         for past in trials:
             if memory is not None and past.trial.outcome is not None:
                 cap_bytes = cap_of(past.trial.candidate.arm, Ceiling.from_document(past.ceiling))
@@ -93,14 +94,17 @@ class Library:
             if _measured_long_enough(found, candidate, effort) or (is_second and ran_in_full(candidate, found))
         ]
         over = [found for found in exact if not found.measurement.fits(candidate.arm, self._ceiling)]
-        for found in (over, [found for found in measured if ran_in_full(candidate, found)]):
-            if found:
-                return found[-1]
-        return (
-            (None if in_full or not measured else measured[-1])
-            or self._ran_out(candidate, not_from)
-            or (None if in_full or is_second else self._derived(candidate, effort))
-        )
+        if over:
+            return over[-1]
+        whole = [found for found in measured if ran_in_full(candidate, found)]
+        if whole:
+            return whole[-1]
+        if measured and not in_full:
+            return measured[-1]
+        ran_out = self._ran_out(candidate, not_from)
+        if ran_out is not None or in_full or is_second:
+            return ran_out
+        return self._derived(candidate, effort)
 
     def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
         """Return the latest measurement at another accumulation, converted to this accumulation."""
@@ -124,14 +128,15 @@ class Library:
     def _ran_out(self, candidate: Candidate, not_from: Collection[str]) -> OutOfMemory | None:
         """Return an out-of-memory outcome of this candidate or, without ``not_from``, of one that needs no more."""
         same = [tried for tried in self._over.outcomes_of(candidate) if tried.trial_id not in not_from]
-        tried = same[-1] if same else None if not_from else self._over.ruled_out_by(candidate)
-        if tried is None or not isinstance(tried.outcome, OutOfMemory):
-            return None
-        past = self._sources[tried.trial_id]
         if same:
-            return dataclasses.replace(tried.outcome, source=_source_of(past, derived=False), phase_seconds={})
-        message = f"needs no less than {tried.candidate.describe()}, which ran out of memory"
-        return OutOfMemory(message, source=_source_of(past, derived=True))
+            outcome, past = same[-1].outcome, self._sources[same[-1].trial_id]
+            assert isinstance(outcome, OutOfMemory)
+            return dataclasses.replace(outcome, source=_source_of(past, derived=False), phase_seconds={})
+        over = self._over.ruled_out_by(candidate) if not not_from else None
+        if over is None:
+            return None
+        message = f"needs no less than {over.candidate.describe()}, which ran out of memory"
+        return OutOfMemory(message, source=_source_of(self._sources[over.trial_id], derived=True))
 
 
 def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> bool:

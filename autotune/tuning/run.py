@@ -34,7 +34,6 @@ from autotune.core.errors import (
 )
 from autotune.core.inspection import Inspection
 from autotune.core.schema import encode
-from autotune.devices.host import host_memory
 from autotune.devices.lock import Presence
 from autotune.execution import Executor, LocalExecutor, TrialServer, WarmServer
 from autotune.models.tasks import max_seq_len
@@ -80,6 +79,7 @@ def run_search(
             store = _opened(stack, storage)
 
         others: dict[str, str] = {}
+        """Why the studies of other names are not continued, in the order in which the names were tried."""
 
         def is_taken(name: str) -> bool:
             """Return whether a study's name belongs to a running search or to a study with other settings."""
@@ -111,10 +111,10 @@ def run_search(
                 is_taken=is_taken,
             )
         )
-        for other, why in others.items():
+        if others:
+            other, why = next(iter(others.items()))
             observer.note(f"this is not the search of the study {other} ({why}), and is named {turn.study}")
-            break
-        request = request.named(turn.study)
+        request = dataclasses.replace(request, study=turn.study)
         folder = log_folder(storage, turn.study)
         has_waited = turn.has_waited
         if store is not None:
@@ -200,7 +200,6 @@ def _prepare_and_search(
     from autotune.results.report import load_report
     from autotune.tuning.answer_cache import inspection_key
     from autotune.tuning.prepare import prepare
-    from autotune.tuning.run import read_data
 
     request = read_data(request, place.servers, folder.parent, observer.note)
     key = inspection_key(request.device, request.workload, request.ranks)
@@ -266,7 +265,7 @@ def _search(
     try:
         with interrupted_by_signals(interruption, observer.note):
             kept = KeptPredictions(AnswerCache(store.answers), prepared.request.workload)
-            forecast = forecast_of(prepared, place.servers[0], kept, free_host_bytes=host_memory().free_bytes)
+            forecast = forecast_of(prepared, place.servers[0], kept)
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             looker = looker_of(prepared, place.servers[0], store.answers, _OWN_CODE_SECONDS)
             rehearse = rehearser_of(prepared, place.servers[0], _OWN_CODE_SECONDS)
@@ -461,7 +460,7 @@ def dry_run_document(request: SearchRequest, storage: str) -> dict[str, Any]:
             request = read_data(request, place.servers, logs.parent, lambda _: None)
             server = place.servers[0]
             prepared = prepare(request, server.inspect())
-            forecast = forecast_of(prepared, server, free_host_bytes=host_memory().free_bytes)
+            forecast = forecast_of(prepared, server)
             predicted = None
             if forecast is not None and prepared.chip is not None:
                 forecast.complete()

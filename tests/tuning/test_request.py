@@ -123,7 +123,7 @@ class TestStudyName:
     @pytest.mark.parametrize("name", ["bert", "bert-large-64", "a", "x" * 100, "my study", "v1.2+x=3@home", "_x"])
     def test_that_will_do(self, name: str) -> None:
         check_study_name(name)
-        assert request().named(name).study == name
+        assert replace(request(), study=name).study == name
 
     @pytest.mark.parametrize(
         "name",
