@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from statistics import fmean
@@ -50,12 +51,14 @@ class _Peaks:
     """The smallest batch that does not."""
     at: int
     """A measured batch; 0 where none was."""
-    log_bytes: float
-    """Logarithm of the peak at ``at``. Where ``at`` is 0: not bytes, but the batch that fits with probability 1/2."""
-    slope: float | None
+    log_bytes: float = 0.0
+    """Logarithm of the peak at ``at``."""
+    slope: float | None = None
     """Share that grows with the batch, where two batches were measured."""
-    factor: float
+    factor: float = 1.0
     """The part that grows with the batch, over that of the class in which it was measured; 1 in the class itself."""
+    even_batch: float = _USUAL_BATCH
+    """The batch that fits with probability 1/2, where none was measured."""
     octaves: float = 0.0
     """How many times the batch doubled between the smallest and the largest that were measured in the class."""
 
@@ -81,14 +84,16 @@ class _Peaks:
             top = max(like)
             grows = max(0.0, (like[top] - like[max(smaller)]) / (top - max(smaller)))
             share = min(1.0, grows * top / like[top])
-            return cls(fitting, over, top, math.log(like[top]), share, 1.0, math.log2(top / min(like)))
+            octaves = math.log2(top / min(like))
+            return cls(fitting, over, top, math.log(like[top]), slope=share, octaves=octaves)
         if not measured:
             tops = [
                 t.candidate.per_device_train_batch_size * _activations(t.candidate.arm) / _activations(own)
                 for t in history.tried
                 if history.is_over(t)
             ]
-            return cls(fitting, over, 0, min(tops, default=_USUAL_BATCH / _BELOW_OVER) * _BELOW_OVER, None, 1.0)
+            even_batch = min(tops, default=_USUAL_BATCH / _BELOW_OVER) * _BELOW_OVER
+            return cls(fitting, over, 0, even_batch=even_batch)
 
         def distance(tried: Tried) -> float:
             """Return how different a trial's activations and batch are from the candidate's."""
@@ -97,7 +102,8 @@ class _Peaks:
 
         near = min(measured, key=distance)
         factor = _activations(own) / _activations(near.candidate.arm)
-        return cls(fitting, over, near.candidate.per_device_train_batch_size, math.log(_peak_bytes(near)), None, factor)
+        at = near.candidate.per_device_train_batch_size
+        return cls(fitting, over, at, math.log(_peak_bytes(near)), factor=factor)
 
     def fits(self, batch: int, line: float) -> float:
         """Return the probability that a batch stays under a line, given as the logarithm of bytes."""
@@ -106,7 +112,7 @@ class _Peaks:
         if self.over is not None and batch >= self.over:
             return 0.0
         if not self.at:
-            return 1 / (1 + batch / self.log_bytes)
+            return 1 / (1 + batch / self.even_batch)
 
         def under(at: int, share: float, factor: float) -> float:
             """Return the probability that batch ``at`` stays under the line, by one hypothesis."""
@@ -346,15 +352,14 @@ class Chances:
             for t in self._history.tried
             if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, PRIORS) - self._proven)
         ]
+        failures = Counter(sorted(chain.from_iterable(failed)))
         # The rarest suspects are left out where there are many: each doubles the sets.
-        suspects = sorted(set().union(*failed), key=lambda n: (-sum(n in names for names in failed), n))[
-            :_MOST_SUSPECTS
-        ]
+        suspects = [name for name, _ in failures.most_common(_MOST_SUSPECTS)]
+        subsets = chain.from_iterable(combinations(suspects, count) for count in range(len(suspects) + 1))
         weights: dict[frozenset[str], float] = {}
-        for broken in map(frozenset, chain.from_iterable(combinations(suspects, n) for n in range(len(suspects) + 1))):
-            weight = math.prod(
-                _failure_prior(name) if name in broken else 1 - _failure_prior(name) for name in suspects
-            )
+        for broken in map(frozenset, subsets):
+            priors = ((name in broken, _failure_prior(name)) for name in suspects)
+            weight = math.prod(prior if is_broken else 1 - prior for is_broken, prior in priors)
             weights[broken] = weight * math.prod(1.0 if names & broken else _BY_ITSELF for names in failed)
         total = sum(weights.values())
         return {broken: weight / total for broken, weight in weights.items()}

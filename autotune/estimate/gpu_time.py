@@ -294,9 +294,9 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
 
 def _factor(rates: Rates, precision: Precision, dtype: str, kind: str, measured: Calibration) -> float:
     """Return measured over predicted rate of a product; 1 where the rate was not measured or is implausible."""
-    flops, size = measured.product_flops.get(kind), (0, measured.product_size)
-    if not flops:
+    measured_rate, side = measured.product_flops.get(kind), measured.product_size
+    if not measured_rate:
         return 1.0
-    product = Operation("forward", "matrix_product", dtype, (0, 0), (0, 0), ((0, 1), size, size, size), 1)
-    factor = flops * GpuModel(rates, precision).seconds(product, 1) / (2 * measured.product_size**3)
+    product = Operation("forward", "matrix_product", dtype, (0, 0), (0, 0), ((0, 1), *[(0, side)] * 3), 1)
+    factor = measured_rate * GpuModel(rates, precision).seconds(product, 1) / (2 * side**3)
     return factor if 1 / _MOST <= factor <= _MOST else 1.0

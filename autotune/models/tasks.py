@@ -143,8 +143,11 @@ def infer_task(config: dict[str, Any]) -> Task:
         return "image-classification"
     architectures = [str(name) for name in config.get("architectures") or ()]
     if isinstance(config.get("vision_config"), dict):
-        # One part of such a model may be what the config is for: SiglipForImageClassification.
-        return next(filter(None, map(_task_of_ending, architectures)), "image-text-to-text")
+        for architecture in architectures:
+            # One part of such a model may be what the config is for: SiglipForImageClassification.
+            if task := _task_of_ending(architecture):
+                return task
+        return "image-text-to-text"
     if config.get("is_encoder_decoder"):
         return "seq2seq-lm"
     if not architectures and model_type in _ENCODER_TYPES:
@@ -200,7 +203,7 @@ def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int
 
     Raises ``InvalidRequestError`` where the model does not support the requested length.
     """
-    if task in ("image-classification",):
+    if task == "image-classification":
         return 1
     if task == "speech-seq2seq":
         limit: int | None = int(config.get("max_target_positions", 448))

@@ -134,8 +134,11 @@ def inconvenience(arm: Arm) -> tuple[int, ...]:
     Preferred in this order: bf16, then fp16, then tf32; DDP; no compilation; no checkpointing; no Liger kernels;
     torch's default allocator; fewer data loader workers; no pinning to cores; no other levers (``Lever.preference``).
     """
-    values = ((row, getattr(arm, row.name)) for row in _BY_PREFERENCE)
-    return tuple(row.inconvenience(v) if row.inconvenience else row.values.index(v) for row, v in values)
+    places: list[int] = []
+    for row in _BY_PREFERENCE:
+        value = getattr(arm, row.name)
+        places.append(row.inconvenience(value) if row.inconvenience else row.values.index(value))
+    return tuple(places)
 
 
 @cache

@@ -230,22 +230,25 @@ class Anytime:
 
     def _rows(self, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]) -> list[Lever]:
         """Return the levers that a candidate may be given besides its own."""
-        return [
-            row
-            for row in LEVERS
-            if row.prior is not None
-            and row.name not in (*failed, _FEWER_LAYERS, _EXPANDABLE)
-            and (row.name in self._late or row.part_of in self._late)
-            and not levers_of(candidate.arm, [row.name, *([row.part_of] if row.part_of in self._late else [])])
-            and (row.prior.accumulates or not candidate.accumulates)
-            and (row.part_of != "gradient_checkpointing" or candidate.arm.gradient_checkpointing)
-            and not (row.stands_in_for and self._can_have(row.stands_in_for, candidate, doubtful))
-        ]
+        rows = [row for row in LEVERS if row.name not in (*failed, _FEWER_LAYERS, _EXPANDABLE)]
+        return [row for row in rows if self._can_add(row, candidate, doubtful)]
 
-    def _can_have(self, name: str, candidate: Candidate, failed: frozenset[str]) -> bool:
+    def _can_add(self, row: Lever, candidate: Candidate, doubtful: frozenset[str]) -> bool:
+        """Return whether a candidate lacks a lever that is searched and has an effect beside its own settings."""
+        late = {name for name in (row.name, row.part_of) if name in self._late}
+        if row.prior is None or not late or levers_of(candidate.arm, late | {row.name}):
+            return False
+        if candidate.accumulates and not row.prior.accumulates:
+            return False
+        if row.part_of == "gradient_checkpointing" and not candidate.arm.gradient_checkpointing:
+            return False
+        return row.stands_in_for is None or not self._can_have(row.stands_in_for, candidate, doubtful)
+
+    def _can_have(self, name: str, candidate: Candidate, doubtful: frozenset[str]) -> bool:
+        """Return whether a lever is searched, probably works, and goes with the candidate's settings."""
         row = BY_NAME[name]
         with_it = changed(candidate.arm, **{name: row.values[1]})
-        return not self._late.isdisjoint({name, row.part_of}) and name not in failed and not excluding(with_it)
+        return not self._late.isdisjoint({name, row.part_of}) and name not in doubtful and not excluding(with_it)
 
     def _beside(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
         """Return the arm at larger or smaller batches, of no lower multiple unless ``any_level``; the nearest first."""

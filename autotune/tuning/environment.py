@@ -142,8 +142,8 @@ def is_of_kind(environment: Document, other: Document) -> bool:
 
 def is_same_machine(recorded: Document, today: Document) -> bool:
     """Return whether two environments are of the same machine, as far as this was recorded."""
-    (devices, host), now = _machine(recorded), _machine(today)
-    return devices in ([None], now[0]) and host in (None, now[1])
+    (devices_then, host_then), (devices_now, host_now) = _machine(recorded), _machine(today)
+    return devices_then in ([None], devices_now) and host_then in (None, host_now)
 
 
 def _machine(environment: Document) -> tuple[list[str | None], str | None]:

@@ -67,8 +67,8 @@ def take_turn(
             has_waited |= _hold_devices(stack, devices, name, wait=wait, note=note)
         except LockError as error:
             _note_missing_lock(error, note)
-            free = iter((study,)) if isinstance(study, str) else (each for each in study() if not is_taken(each))
-            name = name or next(free)
+            if name is None:
+                name = study if isinstance(study, str) else next(each for each in study() if not is_taken(each))
         yield Turn(name, has_waited)
 
 

@@ -308,25 +308,25 @@ class Search:
         The search goes on where the rehearsal runs out of memory and a smaller batch may not. Where no candidate
         passes, the first winner is the answer, with a warning.
         """
-        best, look, died = self._plan.best(), self._study.look, self._died
         if self._rehearse is None or self._interruption.asked:
             return False
-        if best is None and died:
-            first, rehearsal = died[0]
-            for tried in first:
-                self._change(tried, tried.outcome)
-        elif best is None:
+        best = self._plan.best()
+        if best is None:
+            if self._died:
+                trials, rehearsal = self._died[0]
+                for tried in trials:
+                    self._change(tried, tried.outcome)
+                self._keep_rehearsal(rehearsal)
             return False
-        else:
-            found = self._rehearse(best.candidate, self._plan.elapsed_seconds())
-            if found is None:
-                return False
-            rehearsal = found
-        self._study = replace(self._study, look=replace(look or Look(), rehearsal=rehearsal))
-        if best is None or rehearsal.needs_less is None or len(died) == _MOST_DEATHS:
+        found = self._rehearse(best.candidate, self._plan.elapsed_seconds())
+        if found is None:
+            return False
+        rehearsal = found
+        self._keep_rehearsal(rehearsal)
+        if rehearsal.needs_less is None or len(self._died) == _MOST_DEATHS:
             return False
         trials = [each for each in self._history.outcomes_of(best.candidate) if each.trial_id in self._plan.records]
-        died.append((trials, rehearsal))
+        self._died.append((trials, rehearsal))
         self._observer.note(f"{best.candidate.describe()}: {rehearsal.needs_less}; going on with what needs less")
         outcome = OutOfMemory(rehearsal.needs_less, during="the longest batch")
         for tried in trials:
@@ -338,6 +338,10 @@ class Search:
                 trials.append(tried)
                 self._change(tried, outcome)
         return True
+
+    def _keep_rehearsal(self, rehearsal: Rehearsal) -> None:
+        """Keep a rehearsal with the study, which is written to the database at the end of the search."""
+        self._study = replace(self._study, look=replace(self._study.look or Look(), rehearsal=rehearsal))
 
     def _change(self, tried: Tried, outcome: Outcome) -> None:
         """Replace the outcome of a trial, in the plan and in the database."""

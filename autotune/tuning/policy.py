@@ -79,8 +79,11 @@ class MaxBatchPolicy:
         # How many likely run and fit. Negated, the probabilities ascend with the batch, as ``bisect`` wants it.
         likely = bisect_right(above, -_LIKELY, key=lambda batch: -chances.chance(self._space.candidate(arm, batch)))
         # A batch that failed or is under way says nothing about memory, so a neighbour is tried instead.
-        near = (at for at in (max(0, likely - 1) + away for away in (0, 1, -1, 2, -2)) if 0 <= at < len(above))
-        return next((c for at in near if judge.is_open(c := self._space.candidate(arm, above[at]))), None)
+        for away in (0, 1, -1, 2, -2):
+            at = max(0, likely - 1) + away
+            if 0 <= at < len(above) and judge.is_open(candidate := self._space.candidate(arm, above[at])):
+                return candidate
+        return None
 
 
 class ExhaustivePolicy:

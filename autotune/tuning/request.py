@@ -261,12 +261,12 @@ class SearchRequest:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of levers that are ``on`` or have a number, which every arm has."""
-        chosen: dict[str, Any] = {
-            row.name: row.values[1]
-            for row in LEVERS
+        chosen: dict[str, Any] = {}
+        for row in LEVERS:
             # What is on by default is a lever where it is off.
-            if row.option and getattr(self, row.option) == ("off" if row.values[:1] == (True,) else "on")
-        }
+            other_than_default = "off" if row.values[:1] == (True,) else "on"
+            if row.option and getattr(self, row.option) == other_than_default:
+                chosen[row.name] = row.values[1]
         if self.torch_compile == "layers":
             chosen |= {"torch_compile": True, "regional_compilation": True}
         if self.objective == "max-batch":
@@ -291,19 +291,20 @@ class SearchRequest:
         late = {"cpu_affinity"} if self.pins == "auto" else set()
         if not self.goes_on:
             return frozenset(late)
-        training = as_it_is = Training.of(self.workload, self.device.kind, self.ranks, layers)
-        varies = training.shapes_vary
-        if self.length_multiple == "auto" and why_not(BY_NAME["length_multiple"], training) is None:
+        as_it_is = Training.of(self.workload, self.device.kind, self.ranks, layers)
+        padded_to_few_lengths = as_it_is
+        if self.length_multiple == "auto" and why_not(BY_NAME["length_multiple"], as_it_is) is None:
             late.add("length_multiple")
         if "length_multiple" in late or self.length_multiple.isdigit():
-            training = replace(training, shapes_vary=False)
+            padded_to_few_lengths = replace(as_it_is, shapes_vary=False)
         for row in LEVERS:
-            if row.name == "length_multiple" or (row.name == "cudnn_attention" and not varies):
+            if row.name == "length_multiple" or (row.name == "cudnn_attention" and not as_it_is.shapes_vary):
                 continue
             choice = getattr(self, row.option) if row.option else "auto"
             has_prior = row.prior is not None and (row.option or not row.part_of)
-            of = as_it_is if choice is True else training
-            if has_prior and choice in ("auto", True) and why_not(row, of) is None:
+            # What is only allowed, as another order of the samples, is for lengths as they are.
+            training = as_it_is if choice is True else padded_to_few_lengths
+            if has_prior and choice in ("auto", True) and why_not(row, training) is None:
                 late.add(row.name)
         source = self.workload.source
         if source is not None and source.framework != "trainer":

@@ -232,8 +232,9 @@ def _device_of(environment: Document, study: str) -> Device:
     devices = list_devices()
     uuid, name = environment.get("device_uuid"), environment.get("device_name")
     like = [device for device in devices if device.name == name and device.kind == environment.get("device_kind")]
-    for device in [*(device for device in like if device.uuid == uuid), *like]:
-        return device
+    if like:
+        same = [device for device in like if device.uuid == uuid]
+        return (same or like)[0]
     raise DeviceError(
         f"the study {study!r} was searched on {name} ({uuid}), which is not here",
         "name a device of the same kind with --device, or search anew under another --study",
@@ -259,13 +260,13 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     workload = {**workload, "source": _without_inspection(workload.get("source"))}
     asked["source"] = _without_inspection(asked["source"])
     recorded = {**workload, **request, **measured_environment(environment)}
-    return [*_revision_change(recorded, asked, prepared), *_in_short(recorded, _as_recorded(asked))]
+    return [*_revision_change(recorded, asked, prepared), *_changes_in_words(recorded, _as_recorded(asked))]
 
 
 def changes_of_source(request: SearchRequest, workload: Document) -> list[str]:
     """Return the differences between the user's code and command and a recorded workload, without running the code."""
     asked = _as_recorded(request.workload.recorded_document())
-    return _in_short(
+    return _changes_in_words(
         {"source": _without_inspection(workload.get("source"))}, {"source": _without_inspection(asked["source"])}
     )
 
@@ -345,7 +346,7 @@ def _ignore_unknown_commit(data: Document | None, recorded: Document | None) -> 
 _CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
 
 
-def _in_short(recorded: Document, asked: Document) -> list[str]:
+def _changes_in_words(recorded: Document, asked: Document) -> list[str]:
     """Return the differences in words; of the user's data and code the names and options, not the content."""
     named = []
     for name, key in (("data", "source"), ("source", "file")):
