@@ -243,7 +243,7 @@ def resume(
     """
     from autotune.store.opening import open_store
     from autotune.tuning.options import named_devices
-    from autotune.tuning.studies import Budget, recorded_options, recorded_request
+    from autotune.tuning.studies import Budget, device_options, recorded_request
 
     limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
     if (service := service_of(ctx)) is not None:
@@ -256,7 +256,7 @@ def resume(
         from autotune.cli.remote import search_on_cluster
 
         with open_store(storage, create=False) as store:
-            options = places if any(places.values()) else recorded_options(store, study)
+            options = places if any(places.values()) else device_options(store, study)
         ended = search_on_cluster(executor, {**options, **limits}, study, storage, wait=wait, resumes=True)
         print_searched(ctx, *ended, storage, as_json=as_json)
         return

@@ -16,6 +16,7 @@ import os
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -201,23 +202,18 @@ def _download(name: str) -> str:
 
 def _with_timeout(seconds: float, work: Callable[[], str]) -> str:
     """Return the result of ``work``, or raise ``TimeoutError``. A thread that continues does not delay the exit."""
-    results: list[str] = []
-    errors: list[Exception] = []
+    future = Future[str]()
 
     def run() -> None:
         try:
-            results.append(work())
+            future.set_result(work())
         except Exception as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="hub", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
+    threading.Thread(target=run, name="hub", daemon=True).start()
+    if not wait([future], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return results[0]
+    return future.result()
 
 
 def _first_line(error: Exception) -> str:

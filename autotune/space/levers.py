@@ -67,8 +67,7 @@ class Training:
         """Return what is known of the training of a workload on this number of ranks."""
         data, source = workload.data, workload.source
         interface = source.interface if source is not None else CodeInterface()
-        shapes_vary = interface.shapes_vary is True
-        pads = shapes_vary or workload.padding > 0
+        shapes_vary, pads = interface.shapes_vary is True, workload.padding > 0
         if data is None:
             is_ordered = interface.lengths is not None and interface.lengths.order != "random"
             is_read = source is None or interface.shapes_vary is not None
@@ -76,15 +75,15 @@ class Training:
             is_ordered, is_read = data.group_by_length, data.facts is not None
             if data.facts is not None and (lengths := data.facts.lengths) is not None:
                 padded = {data.padded(tokens, workload.seq_len) for tokens in lengths.in_batches}
-                shapes_vary = shapes_vary or len(padded) > 1
-                pads = pads or len({lengths.shortest, lengths.longest, *padded}) > 1
+                shapes_vary |= len(padded) > 1
+                pads |= len({lengths.shortest, lengths.longest, *padded}) > 1
         return cls(
             device_kind,
             ranks,
             workload.task,
             is_own_code=source is not None,
             has_trainer=source is None or source.framework == "trainer",
-            pads=pads,
+            pads=pads or shapes_vary,
             shapes_vary=shapes_vary,
             packs=data is not None and data.packing,
             is_ordered=is_ordered,

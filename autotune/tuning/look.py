@@ -121,15 +121,7 @@ class Looker:
 
     def _verdict(self, winner: Candidate) -> Verdict:
         """Compare the first steps of both settings, and find the lever that causes a difference."""
-        if self._has_fixed_split:
-            split, winners = (
-                (each.per_device_train_batch_size, each.gradient_accumulation_steps) for each in (self._asked, winner)
-            )
-        else:
-            split, winners = small_splits(self._asked, winner)
-        if self._is_batch_free:
-            # Where the batch is free, any batch is what was asked for.
-            split = winners
+        split, winners = self._splits(winner)
         is_measured = self._work.as_measured
         arm, winners_arm = (simplified_for_look(each.arm, as_measured=is_measured) for each in (self._asked, winner))
         # The fields in which the two differ, without the optimizer and what is part of another field.
@@ -142,11 +134,8 @@ class Looker:
         asked, found = self._steps(own, [own, Candidate(winners_arm, *winners)])
         if asked.weights != found.weights:
             raise _UnknownError("its weights are other ones each time it is run; set a seed before the model is made")
-        if (
-            asked.batch is not None
-            and found.batch is not None
-            and not math.isclose(asked.batch, found.batch, rel_tol=1e-9)
-        ):
+        one, other = asked.batch, found.batch
+        if one is not None and other is not None and not math.isclose(one, other, rel_tol=1e-9):
             raise _UnknownError("another batch has other samples, or pads and masks them otherwise")
         whole = difference(asked, found)
         if whole is None:
@@ -163,12 +152,9 @@ class Looker:
         differs, cure = [], None
         if of_split is not None:
             undivided = _undivided_loss(of_split, own, tried[-1], divides=found.divides)
-            told = (
-                undivided or f"cut down to {_batch_in_words(tried[-1])} for {_batch_in_words(own)}, it {of_split.words}"
-            )
-            differs.append(
-                f"{_batch_in_words(winner)} is another training than {_batch_in_words(self._asked, winner)}: {told}"
-            )
+            cut_down = f"cut down to {_batch_in_words(tried[-1])} for {_batch_in_words(own)}, it {of_split.words}"
+            both = f"{_batch_in_words(winner)} is another training than {_batch_in_words(self._asked, winner)}"
+            differs.append(f"{both}: {undivided or cut_down}")
             cure = _DIVIDE if undivided else self._options_keeping_batch()
         if not guilty and of_split is None:
             lever = self._cure(asked, own, Candidate(winners_arm, *winners), levers)
@@ -180,6 +166,17 @@ class Looker:
             cure = "compare a few hundred steps of both before you rely on it"
         ruled_out = tuple(f"{name.replace('_', ' ')} {words}" for name, words in guilty.items())
         return Verdict(Look(tuple(differs), cure, ruled_out), tuple(guilty))
+
+    def _splits(self, winner: Candidate) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return batch and accumulation at which the requested settings and a winner's are compared."""
+        if self._has_fixed_split:
+            split, winners = (
+                (each.per_device_train_batch_size, each.gradient_accumulation_steps) for each in (self._asked, winner)
+            )
+        else:
+            split, winners = small_splits(self._asked, winner)
+        # Where the batch is free, any batch is what was asked for.
+        return (winners if self._is_batch_free else split), winners
 
     def _cure(self, asked: FirstStep, own: Candidate, winner: Candidate, levers: Sequence[str]) -> str | None:
         """Return the first lever without which the winner's training is the requested one."""

@@ -31,22 +31,11 @@ def open_search(given: Mapping[str, Any]) -> SearchRequest:
 
 
 def request_of(given: Mapping[str, Any], devices: Sequence[Device] = ()) -> SearchRequest:
-    """Return the unchecked request of the user's options, with defaults for all others.
+    """Return the unchecked request of the options that the user gave, with defaults for all others.
 
     ``devices``, one for each rank, replace the devices that the options name.
     """
-    defaults = {option.name: option.default for option in options_of("search")}
-    return build_request({**defaults, **given}, given.keys(), devices)
-
-
-def build_request(
-    options: dict[str, Any], given: Collection[str] = (), devices: Sequence[Device] = ()
-) -> SearchRequest:
-    """Return the unchecked request of all options.
-
-    ``given`` has the names of options that the user gave. ``devices``, one for each rank, replace the devices that the
-    options name.
-    """
+    options = {**{option.name: option.default for option in options_of("search")}, **given}
     texts = (text for value in options.values() for text in (value if isinstance(value, list | tuple) else (value,)))
     if any(isinstance(text, str) and "\0" in text for text in texts):
         raise InvalidRequestError("an option holds a NUL character", "leave it out: no file and no model is named so")
@@ -54,7 +43,7 @@ def build_request(
         off = {name: "off" for name in names_of_levers() if name not in given and options[name] in ("auto", None)}
         # What the environment says of the allocator is how training runs without autotune.
         if segments_expand(os.environ) is not None:
-            del off["expandable_segments"]
+            off.pop("expandable_segments", None)
         options = {**options, **off}
     named = devices or (named_devices(options) if options.get("gpus") is not None else ())
     if options.get("packing") and "padding_free" in given and options["padding_free"] == "off":
@@ -72,7 +61,7 @@ def build_request(
         beside, others = others, []
     if others and options["world_size"] == 1:
         options = {**options, "world_size": (1 + len(others)) // options.get("context_parallel", 1)}
-    defaults = {
+    defaults: dict[str, Any] = {
         "optims": () if own else (DEFAULT_OPTIM,),
         # As the environment sets them for training.
         "expandable_segments": "on" if device.kind == "cuda" and segments_expand(os.environ) else "off",
@@ -323,11 +312,9 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
     model are named, or where options that the user has ``given`` have no effect on own code.
     """
     trainer, loop, script = options["trainer"], options["loop"], options["script"]
-    named = {
-        **({f"--trainer {trainer}": find_trainer} if trainer else {}),
-        **({f"--loop {loop}": find_loop} if loop else {}),
-        **({f"the script {' '.join(script)[:80]}": find_script} if script else {}),
-    }
+    named = [f"--{option} {options[option]}" for option in ("trainer", "loop") if options[option]]
+    if script:
+        named.append(f"the script {' '.join(script)[:80]}")
     if not named:
         if options["model"] is None:
             raise InvalidRequestError(
@@ -339,7 +326,7 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
         raise InvalidRequestError(
             f"{' and '.join(named)} cannot be combined: each names what to train", "leave one of them out"
         )
-    (what,) = named
+    what = named[0]
     if len(script) == 1 and not os.path.exists(script[0]) and find(script[0]) is not None:
         raise InvalidRequestError(f"there is no script {script[0]}, but a model", f"did you mean --model {script[0]}?")
     found = find_script(script, ranks) if script else None
@@ -355,4 +342,6 @@ def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int
         raise InvalidRequestError(
             f"{what} has no effective batch of its own", "give --effective-batch, the samples of an optimizer step"
         )
-    return Workload.of_source(found or (find_loop(loop) if loop else find_trainer(trainer)))
+    if found is None:
+        found = find_loop(loop) if loop else find_trainer(trainer)
+    return Workload.of_source(found)

@@ -40,6 +40,10 @@ _MOST_REFUSALS = 64
 _NOTHING_NEW = Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
 
 
+Known = tuple[int, int, frozenset[str]]
+"""What decisions depend on: numbers of trials that ended and of predictions that arrived, and the trials under way."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What to run next, and in which stage of the search."""
@@ -78,12 +82,12 @@ class Plan:
         self._clock = clock
         self._spent_seconds = spent_seconds
         self._started = clock()
-        self._upcoming: tuple[tuple[int, int, frozenset[str]], Candidate | None] | None = None
+        self._proposed: dict[Known, Candidate | None] = {}
         self._has_begun = False
         self.anytime = Anytime(prepared.space)
         self._has_answer = False
         self._idea: Idea | None = None
-        self._next_of_levers: tuple[tuple[int, int, frozenset[str]], Idea | None] | None = None
+        self._proposed_levers: dict[Known, Idea | None] = {}
 
     # What is known
 
@@ -128,7 +132,7 @@ class Plan:
 
         Trials that share the value of such a lever with ``of`` get this ``outcome``; return their ids."""
         self.anytime.leave_out(levers)
-        self._upcoming = self._next_of_levers = None
+        self._forget_proposals()
         refused = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
@@ -146,7 +150,7 @@ class Plan:
         """Forget the speeds that were taken from earlier searches."""
         kept = [t for t in self.records.values() if t.stage != "reused" or not isinstance(t.outcome, Completed)]
         self.records, self.in_space, self._again = {}, set(), Repeats()
-        self._upcoming = self._next_of_levers = None
+        self._forget_proposals()
         self.history.clear()
         for trial in kept:
             self.take(trial)
@@ -277,13 +281,13 @@ class Plan:
         if self.pending or not self.has_first_answer:
             return None
         key = self._known_by_now()
-        if self._next_of_levers is None or self._next_of_levers[0] != key:
+        if key not in self._proposed_levers:
             seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
             usual = statistics.median(seconds) if seconds else 0.0
             spent = self._seconds_with_levers
             found = self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
-            self._next_of_levers = key, found
-        return self._next_of_levers[1]
+            self._proposed_levers = {key: found}
+        return self._proposed_levers[key]
 
     @property
     def _seconds_with_levers(self) -> float:
@@ -314,12 +318,15 @@ class Plan:
         if self._policy is None:
             return None
         key = self._known_by_now()
-        if self._upcoming is None or self._upcoming[0] != key:
-            self._upcoming = key, self._policy.next(self.history)
-        return self._upcoming[1]
+        if key not in self._proposed:
+            self._proposed = {key: self._policy.next(self.history)}
+        return self._proposed[key]
 
-    def _known_by_now(self) -> tuple[int, int, frozenset[str]]:
-        """Return a key of what decisions depend on: trials that ended, predictions that arrived, trials under way."""
+    def _forget_proposals(self) -> None:
+        self._proposed, self._proposed_levers = {}, {}
+
+    def _known_by_now(self) -> Known:
+        """Return a key of what decisions depend on."""
         memory = self.history.memory
         version = memory.version if memory is not None else 0
         return len(self.history.tried), version, frozenset(self.pending)

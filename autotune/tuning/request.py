@@ -314,14 +314,13 @@ class SearchRequest:
     def untried_resorts(self) -> list[str]:
         """Return memory-saving levers that this training supports and that the search does not try by itself."""
         training, tried = Training.of(self.workload, self.device.kind, self.ranks), self.late_settings(None)
-        return [
-            row.name
-            for row in (*(row for row in LEVERS if row.is_resort), BY_NAME["offload_activations"])
-            if row.name not in tried
-            and getattr(self, row.option or "") != "on"
-            and why_not(row, training) is None
-            and not (row.part_of == "gradient_checkpointing" and self.gradient_checkpointing == "off")
-        ]
+        untried = []
+        for row in (*(row for row in LEVERS if row.is_resort), BY_NAME["offload_activations"]):
+            is_on = getattr(self, row.option or "") == "on"
+            is_idle = row.part_of == "gradient_checkpointing" and self.gradient_checkpointing == "off"
+            if row.name not in tried and not is_on and not is_idle and why_not(row, training) is None:
+                untried.append(row.name)
+        return untried
 
     def why_not_pinned(self) -> str | None:
         """Return why a trial cannot be pinned to one core; ``None`` where it can."""

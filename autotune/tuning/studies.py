@@ -136,7 +136,7 @@ class Budget:
     trial_timeout_seconds: float | None = None
 
 
-def recorded_options(store: Store, study: str) -> dict[str, str]:
+def device_options(store: Store, study: str) -> dict[str, str]:
     """Return the options that request the devices of a study from a cluster. Raises ``UnknownStudyError``."""
     environment = store.environment(store.existing_study(study).environment_id)
     if environment.get("device_kind") == "cpu":

@@ -23,7 +23,7 @@ from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.tuning.allowed import check_request
-from autotune.tuning.options import build_request
+from autotune.tuning.options import request_of
 from autotune.tuning.request import SearchRequest, request_from_document
 
 FEW, MANY = 150, 10_000
@@ -121,7 +121,7 @@ def search_request(words: list[str]) -> SearchRequest | None:
         options = {n: value for n, value in context.params.items() if n not in ("as_json", "storage", "verify")}
         if os.path.sep not in options["model"] and "." not in options["model"]:
             options["model"] = options["model"] if options["model"] in (*MODELS, *OTHER_MODELS) else "bert-tiny"
-        request = build_request(options)
+        request = request_of(options)
         check_request(request)
     except (click.ClickException, click.exceptions.Exit, AutotuneError):
         return None

@@ -44,7 +44,7 @@ from autotune.store.records import StudyRecord
 from autotune.tuning import options as tuning_options
 from autotune.tuning.allowed import check_inspected, check_request
 from autotune.tuning.narrator import Narrator
-from autotune.tuning.options import build_request, open_search
+from autotune.tuning.options import open_search
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest, request_from_document
 from autotune.tuning.run import run_search
@@ -210,9 +210,8 @@ def test_gpus_by_number_name_or_all(text: str, found: list[int]) -> None:
     ],
 )
 def test_gpus_that_cannot_be_are_one_clear_line(options: Document, message: str) -> None:
-    given = {name: option.default for name, option in BY_NAME.items() if "search" in option.commands}
     with pytest.raises((DeviceError, InvalidRequestError)) as caught:
-        check_request(build_request({**given, "model": "bert-tiny", "effective_batch": 64, **options}))
+        open_search({"model": "bert-tiny", "effective_batch": 64, **options})
     assert message in caught.value.message
     assert caught.value.hint
 

@@ -179,6 +179,7 @@ class TestBudgetAndEffort:
         ({"objective": "max-batch"}, "", "off"),
         ({}, "expandable_segments:True", "on"),
         ({}, "expandable_segments:False", "off"),
+        ({"levers": "off", "expandable_segments": "on"}, "expandable_segments:True", "on"),
     ],
 )
 def test_expandable_segments_are_a_lever_by_default(

@@ -24,7 +24,7 @@ from autotune.store.repository import Store
 from autotune.tuning import options as tuning_options
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
-from autotune.tuning.options import build_request
+from autotune.tuning.options import request_of
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import prepare
@@ -211,15 +211,12 @@ def test_the_ceiling_and_the_devices_are_those_of_all() -> None:
 
 
 def test_the_option_makes_slots_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autotune.core.options import BY_NAME
-
     monkeypatch.setattr(tuning_options, "find_gpus", lambda text: (H200, SECOND))
-    options = {name: option.default for name, option in BY_NAME.items()}
-    options |= {"model": "bert-tiny", "effective_batch": 64, "parallel": True}
-    request = build_request({**options, "gpus": "2"})
+    options = {"model": "bert-tiny", "effective_batch": 64, "parallel": True}
+    request = request_of({**options, "gpus": "2"})
     assert (request.others, request.beside, request.world_size) == ((), (SECOND,), 1)
     with pytest.raises(InvalidRequestError, match="--parallel runs trials on several GPUs, and none are named"):
-        build_request(options)
+        request_of(options)
 
 
 def test_a_study_goes_on_with_trials_on_more_devices(tmp_path: Path) -> None:
