@@ -146,16 +146,12 @@ def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
             within = math.fsum(_variance_of_steps(tried) for tried in processes) * degrees / len(processes)
             kind = _kind(trials[0].candidate, _last_busy_share(trials))
             by_kind.setdefault(kind, []).append((squares, within, degrees))
-    return {kind: _sum_deviations(parts) for kind, parts in by_kind.items()}
-
-
-def _sum_deviations(parts: Iterable[tuple[float, float, int]]) -> Deviations:
-    """Add up deviations between processes, less the noise of steps, but keep at least half of the squares.
-
-    Each part has the sum of squares, the part of it that the noise of steps explains, and the degrees of freedom.
-    """
-    squares, within, degrees = map(math.fsum, zip(*parts, strict=True))
-    return Deviations(max(squares - within, squares / 2), degrees)
+    found: dict[Kind, Deviations] = {}
+    for kind, parts in by_kind.items():
+        all_squares, all_within, all_degrees = map(math.fsum, zip(*parts, strict=True))
+        # The noise of steps is taken to explain half of the squares at most.
+        found[kind] = Deviations(max(all_squares - all_within, all_squares / 2), all_degrees)
+    return found
 
 
 class Pool:

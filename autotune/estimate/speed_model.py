@@ -257,6 +257,7 @@ class SpeedModel:
         unclear = []
         for tried in seen:
             at, measured = self._features(tried.candidate), tried.measurement
+            gpu_mean, host_mean = self._prior_means(at)
             assert measured is not None
             # Waiting for data is none of the GPU's nor the host's time.
             waits = waits_for_data(measured)
@@ -264,7 +265,7 @@ class SpeedModel:
             self._data_seconds = measured.step_seconds * waits / tried.candidate.samples_per_step
             noise = self._noise(tried)
             if self._is_whole:
-                self._gpu.observe(at, total - self._gpu_mean(at), noise)
+                self._gpu.observe(at, total - gpu_mean, noise)
                 continue
             busy = what_limits(measured).gpu_busy_share
             if busy is None:
@@ -272,9 +273,9 @@ class SpeedModel:
                 continue
             busy = min(1.0, busy / (1 - waits))
             share = min(1.0, busy / _FULL)
-            self._gpu.observe(at, total + math.log(share) - self._gpu_mean(at), math.hypot(noise, 0.2 * (1 - share)))
+            self._gpu.observe(at, total + math.log(share) - gpu_mean, math.hypot(noise, 0.2 * (1 - share)))
             if busy < HOST_BOUND:
-                self._host.observe(at, total - self._host_mean(at), noise)
+                self._host.observe(at, total - host_mean, noise)
             else:
                 unclear.append((at, total, noise))
         for at, total, noise in unclear:
@@ -286,19 +287,20 @@ class SpeedModel:
 
         ``total`` is the logarithm of the seconds per sample.
         """
+        gpu_mean, host_mean = self._prior_means(at)
         host, doubt = (float(v[0]) for v in self._host.posterior([at]))
-        host += self._host_mean(at)
+        host += host_mean
         if not is_gpu_bound:
             gpu, error = (float(v[0]) for v in self._gpu.posterior([at]))
-            gpu += self._gpu_mean(at)
+            gpu += gpu_mean
             error, wide = math.hypot(error, noise), math.hypot(doubt, noise)
             of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * normal_cdf((total - host) / doubt)
             of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * normal_cdf((total - gpu) / error)
             share = of_gpu / (of_gpu + of_host) if of_gpu + of_host > 0 else 0.5
             if share > _SURELY_NOT:
-                self._gpu.observe(at, total - self._gpu_mean(at), noise + 1 - share)
+                self._gpu.observe(at, total - gpu_mean, noise + 1 - share)
             if share < 0.5:
-                self._host.observe(at, total - self._host_mean(at), noise + share)
+                self._host.observe(at, total - host_mean, noise + share)
                 return
         bound = (total - host) / doubt
         if bound > 4:
@@ -310,7 +312,7 @@ class SpeedModel:
         precision = 1 / variance - 1 / doubt**2
         if precision > 0:
             value = (mean / variance - host / doubt**2) / precision
-            self._host.observe(at, value - self._host_mean(at), math.sqrt(1 / precision))
+            self._host.observe(at, value - host_mean, math.sqrt(1 / precision))
 
     def _noise(self, tried: Tried) -> float:
         """Return the relative standard error of a candidate's measured time, at least 0.3 %."""
@@ -334,23 +336,16 @@ class SpeedModel:
             return replace(at, amounts={**at.amounts, f"{candidate.arm.precision} {doubtful}": 1.0})
         return at
 
-    def _gpu_mean(self, at: Features) -> float:
-        """Return the prior mean of the logarithm of the GPU's seconds per sample."""
+    def _prior_means(self, at: Features) -> tuple[float, float]:
+        """Return the prior means of the logarithms of the GPU's and of the host's seconds per sample."""
         candidate = at.candidate
         if (step := self._predicted(candidate)) is not None:
-            base = math.log(step.gpu_seconds / candidate.samples_per_step)
+            gpu = math.log(step.gpu_seconds / candidate.samples_per_step)
+            host = math.log(step.host_seconds / candidate.samples_per_step)
         else:
-            base = self._gpu_base + _usual_effect(candidate, self._usual_gpu)
-        return base + self._gpu.mean(at)
-
-    def _host_mean(self, at: Features) -> float:
-        """Return the prior mean of the logarithm of the host's seconds per sample."""
-        candidate = at.candidate
-        if (step := self._predicted(candidate)) is not None:
-            base = math.log(step.host_seconds / candidate.samples_per_step)
-        else:
-            base = self._host_base + _usual_effect(candidate, _HOST) - math.log(candidate.per_device_train_batch_size)
-        return base + self._host.mean(at)
+            gpu = self._gpu_base + _usual_effect(candidate, self._usual_gpu)
+            host = self._host_base + _usual_effect(candidate, _HOST) - math.log(candidate.per_device_train_batch_size)
+        return gpu + self._gpu.mean(at), host + self._host.mean(at)
 
     def _predicted(self, candidate: Candidate) -> StepTime | None:
         """Return the predicted step of the candidate without optional levers; ``None`` without a prediction."""
@@ -364,14 +359,13 @@ class SpeedModel:
     def times(self, among: Sequence[Candidate]) -> tuple[Floats, Floats, Floats, Floats]:
         """Return mean and deviation of the logarithm of seconds per sample, for the GPU and for the host."""
         at = [self._features(candidate) for candidate in among]
+        means = np.array([self._prior_means(each) for each in at]).reshape(-1, 2)
         gpu, gpu_error = self._gpu.posterior(at)
+        gpu = gpu + means[:, 0]
         if self._is_whole:
-            gpu = gpu + np.array([self._gpu_mean(each) for each in at])
             return gpu, gpu_error, gpu - 10.0, gpu_error
         host, host_error = self._host.posterior(at)
-        gpu = gpu + np.array([self._gpu_mean(each) for each in at])
-        host = host + np.array([self._host_mean(each) for each in at])
-        return gpu, gpu_error, host, host_error
+        return gpu, gpu_error, host + means[:, 1], host_error
 
     def expected(self, among: Sequence[Candidate], best: float) -> tuple[Floats, Floats]:
         """Return the expected improvement of candidates over a speed, and their expected seconds, in logarithms.

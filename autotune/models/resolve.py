@@ -57,8 +57,8 @@ class ModelSource:
     """The hub repository with pretrained weights of this architecture; ``None`` where there is none."""
 
 
-def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
-    """Return the config of a model's name; ``allow_hub=False`` makes no request.
+def resolve_model(name: str) -> ModelSource:
+    """Return the config of a model's name.
 
     Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` for an unknown name, or where
     its config cannot be built.
@@ -82,7 +82,7 @@ def resolve_model(name: str, *, allow_hub: bool = True) -> ModelSource:
     cached: object = None
     with contextlib.suppress(OSError, ValueError):
         cached = try_to_load_from_cache(name, CONFIG_FILE)
-    file = cached if isinstance(cached, str) else _hub_file(name, allow_hub)
+    file = cached if isinstance(cached, str) else _hub_file(name)
     origin: Origin = "hub cache" if isinstance(cached, str) else "hub"
     return ModelSource(name, _read_config(name, Path(file)), origin, os.path.dirname(os.path.abspath(file)), name)
 
@@ -159,13 +159,11 @@ def _refuse_custom_code(where: str, config: dict[str, Any]) -> None:
 # --- the hub
 
 
-def _hub_file(name: str, allow_hub: bool) -> str:
+def _hub_file(name: str) -> str:
     """Download the model's ``config.json`` into the hub cache; raises ``UnknownModelError`` where that fails."""
     from huggingface_hub import constants, errors
 
     nowhere = "it is neither in the catalog nor in the local hub cache"
-    if not allow_hub:
-        raise _unknown_model_error(name, nowhere)
     if constants.HF_HUB_OFFLINE:
         raise _unknown_model_error(name, f"{nowhere}, and the hub is switched off (HF_HUB_OFFLINE)")
     try:

@@ -120,7 +120,7 @@ def _models_of(
     answers: AnswerCache,
     counts: tuple[int, ...],
     *,
-    saves_memory: bool = False,
+    saves_memory: bool,
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
     """Predict memory and operations for GPUs with flash attention (``True``) and without, which lack bf16 too.
 

@@ -314,14 +314,12 @@ def forecast_of(
     kept: KeptPredictions | None = None,
     *,
     cores: int | None = None,
-    free_host_bytes: int | None = None,
     patience_seconds: float | None = None,
 ) -> Forecast | None:
     """Return a forecast for every candidate of a search on a GPU, with answers already cached in ``kept``.
 
-    At most half of the ``cores`` predict at once, by default of the trials' machine, and no more processes than fit
-    into ``free_host_bytes``. ``None`` on a CPU, which has no predictions. For the user's own code, only arms whose
-    steps the inspection traced are predicted.
+    At most half of the ``cores`` predict at once, by default of the trials' machine. ``None`` on a CPU, which has no
+    predictions. For the user's own code, only arms whose steps the inspection traced are predicted.
     """
     is_own, ranks = prepared.request.workload.source is not None, prepared.request.ranks
     if prepared.chip is None or (is_own and ranks > 1):
@@ -357,7 +355,7 @@ def forecast_of(
         submitter,
         [Target(prepared.chip, prepared.ceiling, inquiries, layers, reserve, traced)],
         # A trial on a GPU needs one or two cores to feed it.
-        parallel=most_predictions((cores or prepared.usable_cores) // 2, free_host_bytes, ranks),
+        parallel=most_predictions((cores or prepared.usable_cores) // 2, ranks=ranks),
         # What the user's own code would be next time is not known without running it.
         kept=None if is_own else kept,
         patience_seconds=patience_seconds,

@@ -64,7 +64,7 @@ def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], 
     return (one, other) if batches[0] < batches[1] else (other, one)
 
 
-def simplified_for_look(arm: Arm, *, as_measured: bool = False) -> Arm:
+def simplified_for_look(arm: Arm, *, as_measured: bool) -> Arm:
     """Return an arm on one device and, unless ``as_measured``, in float32 without compilation."""
     if as_measured:
         return without(arm, _BESIDE)

@@ -305,7 +305,7 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
         raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")
 
 
-def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int = 1) -> Workload | None:
+def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int) -> Workload | None:
     """Return the workload of the user's own code: ``trainer``, ``loop`` or ``script``; ``None`` for a model name.
 
     A launcher of a script may start ``ranks`` processes. Raises ``InvalidRequestError`` where several of these or no

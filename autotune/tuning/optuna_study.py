@@ -39,7 +39,11 @@ class OptunaStudy:
         request, self._space, self._plan = prepared.request, prepared.space, plan
         self._objective, self._ceiling = request.objective, prepared.ceiling
         self._names = distributions(prepared.space, prepared.baseline, request.sampler)
-        sampler = make_sampler(request.sampler, seed, is_parallel=is_parallel)
+        # Samplers are not stored, so a resumed search needs another seed. For autotune's own sampler none is used.
+        sampler: BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+        if request.sampler == "tpe":
+            # Where trials run at the same time, it avoids the candidates of those that run.
+            sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
         self._study = optuna.create_study(direction="maximize", sampler=sampler)
 
     def ask(self) -> tuple[Step, optuna.Trial] | None:
@@ -165,14 +169,3 @@ def params_of(candidate: Candidate, names: Mapping[str, BaseDistribution]) -> di
     """Return a candidate as Optuna's parameters."""
     parameters = candidate.parameters()
     return {name: parameters[name] for name in names}
-
-
-def make_sampler(name: SamplerName, seed: int, *, is_parallel: bool) -> BaseSampler:
-    """Return Optuna's sampler of this name; for autotune's own sampler, one that is never used.
-
-    Samplers are not stored, so a resumed search needs another ``seed``. ``is_parallel`` makes TPE avoid the candidates
-    of running trials.
-    """
-    if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
-    return optuna.samplers.RandomSampler(seed=seed)

@@ -92,17 +92,19 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
         and (request.workload.peft is None or 2 * training_state_bytes(request, model) > request.reachable_bytes)
         and any(map(shards_with, request.optims))
     )
-    strategies: list[Strategy] = ["ddp"]
-    if can_split:
-        with_fsdp = bool(model.layer_classes) and not model.sharding_error
-        # Adapters under DeepSpeed were not tried.
-        with_zero = version_of(DEEPSPEED) is not None and request.workload.peft is None
-        strategies += [s for s in STRATEGIES if (s in FSDP and with_fsdp) or (s in ZERO_STAGES and with_zero)]
-        impossible: set[Strategy] = set() if _may_offload(request, model) else {"zero2-offload"}
-        if group_size(request.ranks) is None:
-            impossible.add("hybrid")
-        strategies = [strategy for strategy in strategies if strategy not in impossible]
-    return tuple(strategies)
+    if not can_split:
+        return ("ddp",)
+    possible: set[Strategy] = {"ddp"}
+    if model.layer_classes and not model.sharding_error:
+        possible.update(FSDP)
+    # Adapters under DeepSpeed were not tried.
+    if version_of(DEEPSPEED) is not None and request.workload.peft is None:
+        possible.update(ZERO_STAGES)
+    if not _may_offload(request, model):
+        possible.discard("zero2-offload")
+    if group_size(request.ranks) is None:
+        possible.discard("hybrid")
+    return tuple(strategy for strategy in STRATEGIES if strategy in possible)
 
 
 def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFacts, *, syncs: bool = False) -> Arm:

@@ -28,6 +28,14 @@ SMALL = {"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_siz
 CUSTOM = {"AutoConfig": "configuration_x.XConfig", "AutoModel": "modeling_x.XModel"}
 
 
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep this process from asking the hub; the children have an environment of their own."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
 def write_config(folder: Path, content: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     text = content if isinstance(content, str | bytes) else json.dumps(content)
@@ -37,7 +45,7 @@ def write_config(folder: Path, content: object) -> Path:
 
 def error_of_name(name: str) -> UnknownModelError:
     with pytest.raises(UnknownModelError) as caught:
-        resolve_model(name, allow_hub=False)
+        resolve_model(name)
     error = caught.value
     assert "\n" not in str(error)
     assert error.hint
@@ -365,7 +373,7 @@ def test_the_hub_cache_is_read_though_the_hub_is_not_allowed(tmp_path: Path, mon
     snapshot = write_config(repository / "snapshots" / COMMIT, SMALL)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
-    source = resolve_model("acme/cached", allow_hub=False)
+    source = resolve_model("acme/cached")
     assert (source.origin, source.path, source.repository) == ("hub cache", str(snapshot), "acme/cached")
 
     (snapshot / "config.json").write_text("{")
@@ -377,4 +385,4 @@ def test_the_hub_cache_is_read_though_the_hub_is_not_allowed(tmp_path: Path, mon
 def test_every_catalog_name_resolves_to_its_entry() -> None:
     for entry in catalog.entries():
         for name in entry.names:
-            assert resolve_model(name, allow_hub=False).config == entry.config
+            assert resolve_model(name).config == entry.config

@@ -15,6 +15,7 @@ from autotune.core.prediction import MemoryPrediction, Operations, PredictionAns
 from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS
+from autotune.devices.host import HostMemory
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.execution.executor import TrialJob
 from autotune.space.arms import changed
@@ -313,13 +314,14 @@ def test_whoever_waits_for_one_arm_has_others_predicted_meanwhile(asks_ahead: bo
     assert forecast.model.prediction(Candidate(Arm("tf32"), 32, 2)) is not None
 
 
-def test_of_several_ranks_sixteen_bits_are_predicted_first() -> None:
+def test_of_several_ranks_sixteen_bits_are_predicted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.tuning.forecast.host_memory", lambda: HostMemory(64 * GIB, 64 * GIB))
     second = dataclasses.replace(request().device, uuid="GPU-1", index=1)
     several = request(others=(second,), world_size=2, precisions=("fp32", "tf32", "bf16"))
     layered = dataclasses.replace(FACTS.model, layer_classes=("BertLayer",)) if FACTS.model else None
     ready = prepare(several, dataclasses.replace(FACTS, model=layered, chip=CHIPS["h200"]))
     answers = Answers()
-    forecast = forecast_of(ready, answers, cores=128, free_host_bytes=64 * GIB)
+    forecast = forecast_of(ready, answers, cores=128)
     forecast.begin(None)
     works = list(answers._running.values())
     assert [work.arm.precision for work in works] == ["bf16"] * 10 + ["tf32"] * 6
