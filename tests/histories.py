@@ -1,5 +1,8 @@
 """Trials as values, and what a search concludes from them."""
 
+from dataclasses import replace
+from typing import Any
+
 from recorded import measurement, out_of_memory
 from searching import ceiling_of
 
@@ -21,6 +24,12 @@ def completed(
     """A completed trial with so many samples a second."""
     candidate = Candidate(arm, batch, accumulation)
     measured = measurement(candidate, candidate.samples_per_step / speed, peak_bytes, peak_bytes, run)
+    return tried_with(candidate, Completed(measured))
+
+
+def measured_at(candidate: Candidate, step_seconds: float, peak_bytes: int = GIB, **changes: Any) -> Tried:
+    """A completed trial with steps of so many seconds, and other values of its measurement."""
+    measured = replace(measurement(candidate, step_seconds, peak_bytes, peak_bytes), **changes)
     return tried_with(candidate, Completed(measured))
 
 

@@ -186,23 +186,17 @@ BATCHES = (8, 16, 32, 64)
 
 
 @pytest.fixture(scope="module")
-def memory() -> MemoryModel:
-    """BERT-large at 512 tokens, of which every batch fits."""
+def forecast() -> StepForecast:
+    """BERT-large at 512 tokens on an H200, where every batch fits."""
     recorded = recorded_operations()
     model = MemoryModel(Ceiling(None, 139 * GIB, 0))
     for arm in (BF16, CHECKPOINTED, TF32):
-        operations = decode(recorded[operations_key(Subject("bert-large-uncased", 512), arm)], Operations)
+        operations = decode(recorded[operations_key(BERT_LARGE, arm)], Operations)
         rows = tuple(
             MemoryPrediction(batch, 64 // batch, 0, batch * GIB, batch * GIB, False, True, {}) for batch in BATCHES
         )
         model.add(Question(arm, (), None), PredictionAnswer(rows, None, operations))
-    return model
-
-
-@pytest.fixture(scope="module")
-def forecast(memory: MemoryModel) -> StepForecast:
-    """The same on an H200."""
-    return StepForecast(memory, CHIPS["h200"])
+    return StepForecast(model, CHIPS["h200"])
 
 
 def test_arms_are_ordered_as_they_were_measured(forecast: StepForecast) -> None:
@@ -248,12 +242,6 @@ def test_kernels_are_classed_by_name(kernel: str, kind: str) -> None:
     assert kind_of_kernel(kernel) == kind
 
 
-@pytest.fixture(scope="module")
-def traced() -> Operations:
-    arm = Arm("bf16")
-    return decode(recorded_operations()[operations_key(Subject("bert-large-uncased", 512), arm)], Operations)
-
-
 def candidate(ranks: int, batch: int = 16, accumulation: int = 1, strategy: Strategy = "ddp") -> Candidate:
     return Candidate(Arm("bf16", strategy=strategy, ranks=ranks), batch, accumulation)
 
@@ -269,29 +257,29 @@ def test_recorded_and_published_steps_of_several_gpus_are_in_their_intervals() -
     assert expected == pytest.approx(limited_by_gpu.measured, rel=0.05)
 
 
-def test_a_ring_sends_each_gradient_less_than_twice(traced: Operations) -> None:
-    two, eight = (exchange(traced, CHIPS["h200"], ranks).exchanged for ranks in (2, 8))
+def test_a_ring_sends_each_gradient_less_than_twice(bert_large: Operations) -> None:
+    two, eight = (exchange(bert_large, CHIPS["h200"], ranks).exchanged for ranks in (2, 8))
     # 1.34 GB over 450 GB/s, of which 80 % are reached.
     assert two == pytest.approx(1.34e9 / (0.8 * 450e9), rel=0.4)
     assert 1.4 < eight / two < 1.75
 
 
-def test_the_backward_pass_hides_the_exchange_but_for_its_last_bucket(traced: Operations) -> None:
-    known = exchange(traced, CHIPS["rtx-4090"], 2)
+def test_the_backward_pass_hides_the_exchange_but_for_its_last_bucket(bert_large: Operations) -> None:
+    known = exchange(bert_large, CHIPS["rtx-4090"], 2)
     assert known.added_seconds(10.0) == pytest.approx(known.copies + known.shown)
     assert known.added_seconds(0.0) == pytest.approx(known.copies + known.exchanged)
     assert known.added_seconds(10.0, overlaps=False) == known.added_seconds(0.0)
 
 
-def test_a_slow_link_limits_small_batches(traced: Operations) -> None:
+def test_a_slow_link_limits_small_batches(bert_large: Operations) -> None:
     slow, fast = (StepTimeModel(CHIPS[name]) for name in ("rtx-2080-ti", "h200"))
-    assert slow.predict(traced, candidate(8, 1)).limited_by == "network"
-    assert fast.predict(traced, candidate(8, 1)).limited_by == "host"
+    assert slow.predict(bert_large, candidate(8, 1)).limited_by == "network"
+    assert fast.predict(bert_large, candidate(8, 1)).limited_by == "host"
 
 
-def test_several_ranks_train_more_samples_and_are_known_less_well(traced: Operations) -> None:
+def test_several_ranks_train_more_samples_and_are_known_less_well(bert_large: Operations) -> None:
     model = StepTimeModel(CHIPS["h200"])
-    one, two = model.predict(traced, Candidate(Arm("bf16"), 32)), model.predict(traced, candidate(2, 32))
+    one, two = model.predict(bert_large, Candidate(Arm("bf16"), 32)), model.predict(bert_large, candidate(2, 32))
     assert 1.6 < two.samples_per_second / one.samples_per_second < 2
     assert two.scaling_efficiency == pytest.approx(two.samples_per_second / one.samples_per_second / 2)
     assert one.scaling_efficiency is None
@@ -312,10 +300,10 @@ def test_recorded_steps_of_two_h200_are_in_their_intervals() -> None:
     assert fastest.candidate.arm.is_sharded
 
 
-def test_strategies_are_predicted_in_the_order_that_was_measured(traced: Operations) -> None:
+def test_strategies_are_predicted_in_the_order_that_was_measured(bert_large: Operations) -> None:
     model = StepTimeModel(CHIPS["h200"])
     speeds = [
-        model.predict(traced, candidate(2, 32, 1, strategy)).samples_per_second
+        model.predict(bert_large, candidate(2, 32, 1, strategy)).samples_per_second
         for strategy in ("ddp", "fsdp-keep", "fsdp")
     ]
     # 536, 371 and 327 samples a second on two H200.
@@ -323,10 +311,10 @@ def test_strategies_are_predicted_in_the_order_that_was_measured(traced: Operati
     assert speeds[0] > 1.1 * speeds[1]
 
 
-def test_weights_are_gathered_in_every_micro_step_and_gradients_reduced_once(traced: Operations) -> None:
+def test_weights_are_gathered_in_every_micro_step_and_gradients_reduced_once(bert_large: Operations) -> None:
     def seconds(strategy: Strategy, accumulation: int, **changes: bool) -> float:
         one = candidate(2, 8, accumulation, strategy)
-        return gathering(traced, CHIPS["rtx-4090"], replace(one, arm=replace(one.arm, **changes))).exchanged
+        return gathering(bert_large, CHIPS["rtx-4090"], replace(one, arm=replace(one.arm, **changes))).exchanged
 
     once = seconds("fsdp-keep", 1) / 2
     assert seconds("fsdp", 1) == pytest.approx(3 * once)
@@ -335,27 +323,27 @@ def test_weights_are_gathered_in_every_micro_step_and_gradients_reduced_once(tra
     # 0.67 GB of bf16 weights, of which the other rank has half.
     link = CHIPS["rtx-4090"].rates.link  # type: ignore[union-attr]
     assert once == pytest.approx(0.335e9 / (link.cases(None)[1].bytes_per_second), rel=0.1)
-    known = gathering(traced, CHIPS["rtx-4090"], candidate(2, 8, 1, "fsdp"))
+    known = gathering(bert_large, CHIPS["rtx-4090"], candidate(2, 8, 1, "fsdp"))
     assert known.added_seconds(10.0) == known.shown < known.added_seconds(0.0) == known.exchanged
 
 
-def test_a_measured_exchange_stands_for_the_rate_of_the_link(traced: Operations) -> None:
+def test_a_measured_exchange_stands_for_the_rate_of_the_link(bert_large: Operations) -> None:
     times = {
         "all_reduce": Collective(1e-4, 100e9),
         "all_gather": Collective(0.0, 50e9),
         "group_gather": Collective(0.0, 20e9),
     }
     chip = calibrated(CHIPS["h200"], replace(measured(), collectives=times))
-    size = traced.gradient_bytes
+    size = bert_large.gradient_bytes
     buckets = -(-size // (25 * 2**20))
-    assert exchange(traced, chip, 4).exchanged == pytest.approx(buckets * 1e-4 + 1.5 * size / 100e9)
+    assert exchange(bert_large, chip, 4).exchanged == pytest.approx(buckets * 1e-4 + 1.5 * size / 100e9)
     # Gathered once, reduced once, in 16 bits; within groups, and then summed up between them.
     keep, hybrid = (replace(candidate(4, 8, 1, name).arm, dp_shard_size=shared) for name, shared in
                     (("fsdp-keep", None), ("hybrid", 2)))  # fmt: skip
-    assert gathering(traced, chip, Candidate(keep, 8)).exchanged == pytest.approx(2 * 0.75 * size / 2 / 50e9)
-    units = traced.gradient_tensors // 12
+    assert gathering(bert_large, chip, Candidate(keep, 8)).exchanged == pytest.approx(2 * 0.75 * size / 2 / 50e9)
+    units = bert_large.gradient_tensors // 12
     within, between = 3 * 0.5 * size / 2 / 20e9, units * 1e-4 + size / 2 / 2 / 100e9
-    assert gathering(traced, chip, Candidate(hybrid, 8)).exchanged == pytest.approx(within + between)
+    assert gathering(bert_large, chip, Candidate(hybrid, 8)).exchanged == pytest.approx(within + between)
 
 
 def test_exchanges_of_h200s_are_predicted_from_what_was_measured_of_two_sizes() -> None:
@@ -365,14 +353,15 @@ def test_exchanges_of_h200s_are_predicted_from_what_was_measured_of_two_sizes() 
     assert max(errors) < 0.15
 
 
-def test_gpus_that_are_not_put_into_one_host_are_refused(traced: Operations) -> None:
+def test_gpus_that_are_not_put_into_one_host_are_refused(bert_large: Operations) -> None:
     chip = CHIPS["gh200-96gb"]
     with pytest.raises(InvalidRequestError, match="gh200"):
-        exchange(traced, chip, 2)
+        exchange(bert_large, chip, 2)
     model = StepTimeModel(chip)
     assert (model.knows(Arm()), model.knows(candidate(2).arm)) == (True, False)
     assert chip.rates is not None
-    assert exchange(traced, replace(chip, rates=replace(chip.rates, link=CHIPS["h200"].rates.link)), 2).exchanged > 0  # type: ignore[union-attr]
+    linked = replace(chip.rates, link=CHIPS["h200"].rates.link)  # type: ignore[union-attr]
+    assert exchange(bert_large, replace(chip, rates=linked), 2).exchanged > 0
 
 
 SIZE = 4096

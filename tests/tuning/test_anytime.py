@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from histories import measured_at
 from recorded import ComputedRunner, fault, measurement, out_of_memory
 from searching import BERT_LARGE, RecordingObserver, Run, ceiling_of, facts, interrupt_after, new_store, request, search
 from tiny import tiny_workload
@@ -144,8 +145,7 @@ class TestOrder:
         root = Candidate(Arm("bf16"), 64)
         space = Space((Arm("bf16"),), Batches(64), late=frozenset({"torch_compile", "cuda_graphs"}))
         history = History(ceiling_of(24 * GIB, headroom=0))
-        measured = replace(measurement(root, 0.5, GIB, GIB), gpu_busy_share=0.88, compile_seconds=11.0)
-        history.add(Tried("a", root, Completed(measured)))
+        history.add(measured_at(root, 0.5, gpu_busy_share=0.88, compile_seconds=11.0))
         levers = Anytime(space)
         arm = replace(root.arm, torch_compile=True, regional_compilation=True, cuda_graphs=True)
         both = replace(root, arm=arm)
@@ -159,7 +159,7 @@ class TestOrder:
         root = Candidate(Arm("bf16"), 64)
         late = frozenset({"length_multiple", "cuda_graphs", "cudnn_attention", "sparse_prediction"})
         history = History(ceiling_of(24 * GIB, headroom=0))
-        history.add(Tried("a", root, Completed(replace(measurement(root, 0.5, GIB, GIB), gpu_busy_share=0.6))))
+        history.add(measured_at(root, 0.5, gpu_busy_share=0.6))
         found = Anytime(Space((Arm("bf16"),), Batches(64), late=late)).next(
             history, {root}, usual_seconds=9.0, spent_seconds=0.0
         )
@@ -305,8 +305,7 @@ class TestTexts:
         late = frozenset({"torch_compile", "length_multiple", "padding_free"})
         space = Space((plain, recomputing), Batches(16), late=late, shapes_vary=True, multiples=(128, 1024))
         history, root = History(ceiling_of(80 * GIB)), Candidate(recomputing, 16)
-        measured = replace(measurement(root, 1.0, 20 * GIB, 20 * GIB), gpu_busy_share=0.9)
-        history.add(Tried("a", root, Completed(measured)))
+        history.add(measured_at(root, 1.0, 20 * GIB, gpu_busy_share=0.9))
         found = [each.arm for each in Anytime(space).candidates(history, {root})]
         assert not any(arm.torch_compile and not arm.length_multiple for arm in found)
         assert {arm.gradient_checkpointing for arm in found if arm.padding_free} == {False, True}
@@ -321,8 +320,7 @@ class TestPrecisions:
     def history(self, *seconds: tuple[Candidate, float, float]) -> History:
         history = History(ceiling_of(80 * GIB))
         for candidate, step, busy in seconds:
-            measured = replace(measurement(candidate, step, 4 * GIB, 4 * GIB), gpu_busy_share=busy)
-            history.add(Tried(candidate.arm.describe(), candidate, Completed(measured)))
+            history.add(measured_at(candidate, step, 4 * GIB, gpu_busy_share=busy))
         return history
 
     def test_the_precision_that_the_gpu_computes_faster_is_captured(self) -> None:
@@ -346,9 +344,8 @@ class TestPrecisions:
 def test_what_is_compiled_for_another_batch_is_not_taken_to_be_cached() -> None:
     arm, history = Arm("bf16", torch_compile=True, regional_compilation=True), History(ceiling_of(80 * GIB))
     assert extra_seconds(history, Candidate(arm, 64)) == PRIORS["regional_compilation"].seconds
-    for number, seconds in enumerate((10.9, 2.3)):
-        measured = replace(measurement(Candidate(arm, 64), 0.2, GIB, GIB), compile_seconds=seconds)
-        history.add(Tried(str(number), Candidate(arm, 64), Completed(measured)))
+    for seconds in (10.9, 2.3):
+        history.add(measured_at(Candidate(arm, 64), 0.2, compile_seconds=seconds))
     assert extra_seconds(history, Candidate(arm, 64)) == 2.3
     assert extra_seconds(history, Candidate(arm, 32, 2)) == 10.9
 
@@ -598,9 +595,8 @@ class TestMemory:
         memory = self.model(24)
         space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers"}))
         root = Candidate(self.ALL, 64)
-        outcome = Completed(replace(measurement(root, 1.0, 10 * GIB, 10 * GIB), gpu_busy_share=0.97))
         history = History(ceiling_of(24 * GIB, headroom=0), memory=memory, layers=24)
-        history.add(Tried("a", root, outcome))
+        history.add(measured_at(root, 1.0, 10 * GIB, gpu_busy_share=0.97))
         idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         assert idea is not None
         assert idea.name == "checkpointing fewer layers"
@@ -612,9 +608,8 @@ class TestMemory:
         """Compiled layers that all recompute, as measured, and what may be tried next."""
         root = Candidate(replace(self.ALL, torch_compile=True, regional_compilation=True), 64)
         space = Space((self.ALL,), Batches(64), late=frozenset({"checkpointed_layers", "torch_compile"}))
-        measured = replace(measurement(root, 1.0, 8 * GIB, 8 * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
         history = History(ceiling_of(24 * GIB, headroom=0), memory=self.model(24), layers=24)
-        history.add(Tried("a", root, Completed(measured)))
+        history.add(measured_at(root, 1.0, 8 * GIB, gpu_busy_share=0.97, compile_seconds=5.0))
         return root, history, Anytime(space)
 
     def test_of_compiled_layers_as_few_recompute_as_leave_room_above_what_was_measured(self) -> None:
@@ -629,8 +624,7 @@ class TestMemory:
         # Measured, they add 0.5 GiB each, so that more have room.
         fewer = idea.candidate
         gib = 8 + (24 - count) // 2
-        measured = replace(measurement(fewer, 0.93, gib * GIB, gib * GIB), gpu_busy_share=0.97, compile_seconds=5.0)
-        history.add(Tried("b", fewer, Completed(measured)))
+        history.add(measured_at(fewer, 0.93, gib * GIB, gpu_busy_share=0.97, compile_seconds=5.0))
         again = levers.next(history, {root, fewer}, usual_seconds=3.0, spent_seconds=0.0)
         assert again is not None
         assert (again.candidate.arm.checkpointed_layers or 0) < count - 3
@@ -657,8 +651,7 @@ class TestMemory:
         root = Candidate(self.ALL, 64)
         model = self.model(line_gib)
         history = History(ceiling_of(line_gib * GIB, headroom=0), memory=model, compiled_recomputes=recomputes)
-        measured = replace(measurement(root, 1.0, 10 * GIB, 10 * GIB), allocation_retries=retries)
-        history.add(Tried("a", root, Completed(measured)))
+        history.add(measured_at(root, 1.0, 10 * GIB, allocation_retries=retries))
         idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         # A smaller batch may be compiled.
         assert (idea is not None and idea.candidate == replace(root, arm=idea.candidate.arm)) == is_tried
@@ -674,7 +667,7 @@ class TestMemory:
         memory.add(Question(self.KEPT, ((16, 4), (32, 2)), None), PredictionAnswer(tuple(found), None))
         space = Space((self.KEPT,), Batches(64), late=frozenset({"cuda_graphs", "fused_loss"}))
         history, root = History(ceiling_of(24 * GIB, headroom=0), memory=memory, layers=24), Candidate(self.KEPT, 16, 4)
-        history.add(Tried("a", root, Completed(measurement(root, 1.0, 20 * GIB, 20 * GIB))))
+        history.add(measured_at(root, 1.0, 20 * GIB))
         history.add(Tried("b", Candidate(self.KEPT, 32, 2), out_of_memory(24 * GIB)))
         if is_graphed:
             graphs = replace(root, arm=replace(self.KEPT, cuda_graphs=True))
@@ -689,7 +682,7 @@ def test_a_failure_is_blamed_on_what_was_new() -> None:
     graphed = Arm("bf16", cuda_graphs=True, unpadded=True)
     root, fused = Candidate(graphed, 64), Candidate(replace(graphed, fused_loss=True), 64)
     history = History(ceiling_of(24 * GIB))
-    history.add(Tried("a", root, Completed(measurement(root, 1.0, GIB, GIB))))
+    history.add(measured_at(root, 1.0))
     history.add(Tried("b", fused, fault("FusedLossUnavailableError: its logits\nare scaled")))
     assert Chances(history).failing() == {"fused_loss": "FusedLossUnavailableError: its logits are scaled"}
 
@@ -701,7 +694,7 @@ def test_of_compiling_and_graphs_what_fails_alone_is_blamed() -> None:
     history.add(Tried("a", Candidate(both, 64), fault("no capture")))
     # One of three, nobody knows which.
     assert Chances(history).failing() == {}
-    history.add(Tried("b", Candidate(compiled, 64), Completed(measurement(Candidate(compiled, 64), 1.0, GIB, GIB))))
+    history.add(measured_at(Candidate(compiled, 64), 1.0))
     assert Chances(history).failing() == {"cuda_graphs": "no capture"}
 
 

@@ -44,14 +44,19 @@ def key_of_reuse() -> str:
 
 
 class TestKey:
-    def test_the_hosts_processor_counts_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(
+        ("fact", "value"),
+        [
+            ("processor_name", "A slower processor"),
+            ("usable_cores", 3),
+            ("library_versions", {"nvidia-cudnn-cu13": "9.24.0.43"}),
+        ],
+    )
+    def test_the_host_and_the_libraries_of_a_step_count_on_a_gpu(
+        self, monkeypatch: pytest.MonkeyPatch, fact: str, value: object
+    ) -> None:
         before = key_of_reuse()
-        monkeypatch.setattr(module, "processor_name", lambda: "A slower processor")
-        assert key_of_reuse() != before
-
-    def test_the_usable_cores_count_on_a_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = key_of_reuse()
-        monkeypatch.setattr(module, "usable_cores", lambda: 3)
+        monkeypatch.setattr(module, fact, lambda: value)
         assert key_of_reuse() != before
 
     def test_power_limit_and_clocks_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +70,7 @@ class TestKey:
         assert key_of_reuse() != key_of_reuse()
         assert asked == [H200.uuid] * 2
 
-    def test_libraries_that_a_step_runs_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = key_of_reuse()
-        monkeypatch.setattr(module, "library_versions", lambda: {"nvidia-cudnn-cu13": "9.24.0.43"})
-        assert key_of_reuse() != before
+    def test_versions_that_a_process_with_torch_reports_count(self) -> None:
         assert environment(cudnn=91900) != environment(cudnn=92400)
 
     @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from histories import measured_at
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recorded import (
@@ -321,8 +322,7 @@ COMPILED = replace(PLAIN, torch_compile=True, regional_compilation=True)
 def history_of(busy_share: float) -> History:
     """A batch of 16 at 160 samples a second, of which the GPU computes for a share."""
     candidate, history = Candidate(PLAIN, 16), History(ceiling_of(24 * GIB))
-    measured = replace(measurement(candidate, 0.1, 4 * GIB, 4 * GIB), gpu_busy_share=busy_share)
-    history.add(Tried("a", candidate, Completed(measured)))
+    history.add(measured_at(candidate, 0.1, 4 * GIB, gpu_busy_share=busy_share))
     return history
 
 
@@ -355,7 +355,7 @@ def test_what_is_never_faster_and_beside_a_trial_that_promises_as_much_is_not_tr
     """fp32 where tf32 was measured; and while bf16 is under way, what is not expected to beat it."""
     space = Space((Arm("tf32"), Arm("fp32")), Batches(16))
     history, measured = History(ceiling_of(24 * GIB)), Candidate(Arm("tf32"), 16)
-    history.add(Tried("a", measured, Completed(measurement(measured, 1.0, GIB, GIB))))
+    history.add(measured_at(measured, 1.0))
     proposed = Acquisition(space).next(history)
     assert proposed is None or proposed.arm.precision == "tf32"
     space = Space((Arm("bf16"), Arm("fp16"), Arm("tf32")), Batches(16))

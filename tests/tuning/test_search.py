@@ -125,9 +125,10 @@ class TestBaseline:
 
 
 class TestBudgets:
+    @pytest.mark.parametrize("slots", [1, 2])
     @pytest.mark.parametrize("trials", [2, 3])
-    def test_of_trials(self, store: Store, trials: int) -> None:
-        runner = RecordedRunner(EFFECTIVE_64)
+    def test_of_trials(self, store: Store, trials: int, slots: int) -> None:
+        runner = RecordedRunner(EFFECTIVE_64, slots=slots)
         run = search(store, runner, trials=trials)
         assert len(runner.jobs) == trials
         assert run.study.stopped_because == f"the budget of {trials} trials is spent"

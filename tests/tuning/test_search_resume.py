@@ -94,6 +94,12 @@ class TestGoingOn:
 
 
 class TestRefused:
+    def is_refused(self, store: Store, given: Prepared, named: str) -> None:
+        interrupted_search(store, 2)
+        with pytest.raises(InvalidRequestError) as caught:
+            search(store, RecordedRunner(EFFECTIVE_64), given=given)
+        assert named in caught.value.message
+
     @pytest.mark.parametrize(
         ("options", "named"),
         [
@@ -129,11 +135,7 @@ class TestRefused:
         ],
     )
     def test_another_workload_is_named(self, store: Store, workload: Any, named: str) -> None:
-        interrupted_search(store, 2)
-        other = prepare(dataclasses.replace(request(), workload=workload), FACTS)
-        with pytest.raises(InvalidRequestError) as caught:
-            search(store, RecordedRunner(EFFECTIVE_64), given=other)
-        assert named in caught.value.message
+        self.is_refused(store, prepare(request(workload=workload), FACTS), named)
 
     @pytest.mark.parametrize(
         ("changed", "named"),
@@ -144,10 +146,7 @@ class TestRefused:
         ],
     )
     def test_another_machine_is_named(self, store: Store, changed: dict[str, Any], named: str) -> None:
-        interrupted_search(store, 2)
-        with pytest.raises(InvalidRequestError) as caught:
-            search(store, RecordedRunner(EFFECTIVE_64), given=with_environment(prepared(), **changed))
-        assert named in caught.value.message
+        self.is_refused(store, with_environment(prepared(), **changed), named)
 
     def test_on_another_card_of_the_model_everything_is_measured_again(self, store: Store) -> None:
         """What the first card measured stays in the record, and counts for nothing but the order."""
@@ -178,7 +177,7 @@ class TestRefused:
     def test_weights_do_not_matter(self, store: Store) -> None:
         interrupted_search(store, 2)
         loaded = dataclasses.replace(BERT_LARGE, weights="google-bert/bert-large-uncased")
-        other = prepare(dataclasses.replace(request(), workload=loaded), FACTS)
+        other = prepare(request(workload=loaded), FACTS)
         assert search(store, RecordedRunner(EFFECTIVE_64), given=other).study.state == "finished"
 
 

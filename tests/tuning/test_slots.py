@@ -73,14 +73,6 @@ def test_no_two_trials_under_way_are_of_one_candidate(store: Store, sampler: str
     assert run.study.state == "finished"
 
 
-@pytest.mark.parametrize("trials", [2, 3])
-def test_a_budget_of_trials_is_kept(store: Store, trials: int) -> None:
-    runner = RecordedRunner(EFFECTIVE_64, slots=2)
-    run = search(store, runner, trials=trials)
-    assert len(runner.jobs) == trials
-    assert run.study.stopped_because == f"the budget of {trials} trials is spent"
-
-
 def test_the_first_ctrl_c_lets_both_trials_end(store: Store) -> None:
     runner = RecordedRunner(EFFECTIVE_64, slots=2)
     observer, interruption = interrupt_after(1)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import searching
-from replay import RecordedRunner, SimulatedRunner, ceiling_of, feasible, landscapes, measurement, prepared_for
+from histories import measured_at
+from replay import RecordedRunner, SimulatedRunner, ceiling_of, feasible, landscapes, prepared_for
 from searching import RecordingObserver, new_store
 from worlds import Machine, Summary, World, draw, play
 
@@ -22,7 +23,7 @@ from autotune.core.measured_steps import is_enough, mean_step
 from autotune.core.outcome import Completed, Outcome
 from autotune.core.units import GIB
 from autotune.devices.lock import Presence
-from autotune.estimate.history import History, Tried
+from autotune.estimate.history import History
 from autotune.estimate.noise import too_noisy
 from autotune.execution import TrialJob
 from autotune.execution.gpu_monitor import WatchedExecutor
@@ -230,10 +231,7 @@ def test_lengths_and_new_shapes_are_no_noise(unexplained: float, is_noisy: bool)
     """The interval of a mean step is wide since few shapes were new, and what each takes is hardly known."""
     history = History(searching.ceiling_of(24 * GIB))
     for seconds, arm in ((1.0, Arm("bf16")), (1.1, Arm("bf16", length_multiple=64))):
-        steps = replace(
-            measurement(Candidate(arm, 8), seconds, GIB, GIB), step_seconds_each=(seconds, 2 * seconds, seconds)
-        )
-        measured = replace(steps, batches_vary=True, relative_spread=0.7, steady_error=unexplained)
-        history.add(Tried(str(seconds), Candidate(arm, 8), Completed(measured)))
+        steps = {"step_seconds_each": (seconds, 2 * seconds, seconds), "batches_vary": True, "relative_spread": 0.7}
+        history.add(measured_at(Candidate(arm, 8), seconds, **steps, steady_error=unexplained))
     among = [tried.candidate for tried in history.tried]
     assert (too_noisy(history, among[0], among) is not None) == is_noisy
