@@ -190,7 +190,7 @@ class Pool:
         if candidate not in self._trials:
             return None
         if candidate not in self._speeds:
-            self._speeds[candidate] = self._combine(candidate)
+            self._speeds[candidate] = self._pooled_speed(candidate)
         return self._speeds[candidate]
 
     def counting(self, candidate: Candidate) -> list[Tried]:
@@ -209,7 +209,7 @@ class Pool:
     def degrees(self, candidate: Candidate) -> float:
         """Return the degrees of freedom of the deviation between processes, measured for candidates of this kind."""
         kind = _kind(candidate, self.busy_share(candidate))
-        return self._shown(kind).degrees
+        return self._deviations_of(kind).degrees
 
     def pooled(self, candidate: Candidate) -> Tried:
         """Return the candidate's last trial with time, speed and peaks pooled over all its processes."""
@@ -241,7 +241,7 @@ class Pool:
             return 0.0
         return expected_excess(difference(other.log_sample_seconds, one.log_sample_seconds))
 
-    def _combine(self, candidate: Candidate) -> Speed:
+    def _pooled_speed(self, candidate: Candidate) -> Speed:
         """Return the pooled speed of a candidate, with the interval of its next run."""
         counting = self.counting(candidate)
         logs = [_log_sample_seconds(tried) for tried in counting]
@@ -261,12 +261,12 @@ class Pool:
         """
         usual = usual_variance(candidate.arm, self.busy_share(candidate))
         kind = _kind(candidate, self.busy_share(candidate))
-        shown = self._shown(kind)
+        shown = self._deviations_of(kind)
         if not kind.host_bound:
             usual = replace(usual, degrees=usual.degrees / (1 + shown.degrees) ** _YIELDS)
         return usual.updated(shown.sum_of_squares, shown.degrees)
 
-    def _shown(self, kind: Kind) -> Deviations:
+    def _deviations_of(self, kind: Kind) -> Deviations:
         """Return the deviations of a kind, from these trials and from earlier ones."""
         if self._deviations is None:
             self._deviations = deviations(self._trials.values())

@@ -109,7 +109,7 @@ class Anytime:
         best = history.winner(among)
         if best is None or not self._space.resorts:
             return []
-        arm, larger = best.candidate.arm, self._beside(best.candidate, larger=True)
+        arm, larger = best.candidate.arm, self._neighbours(best.candidate, larger=True)
         if not arm.gradient_checkpointing and not any(history.is_ruled_out(each) for each in larger[:1]):
             return []
         return [changed(arm, **{name: True}) for name in sorted(self._space.resorts)]
@@ -153,30 +153,32 @@ class Anytime:
         judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
         roots = sorted(history.believed(set(among)), key=speed_of, reverse=True)[:_MOST_ROOTS]
         over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
-        pairs = [(root, each) for root in roots for each in self._changes(history, root.candidate, failed, doubtful)]
+        pairs = [(root, each) for root in roots for each in self._variants(history, root.candidate, failed, doubtful)]
         for root in roots:
             # Host-bound steps say little about precisions: in a CUDA graph, the faster one on the GPU may win.
             for other in self._in_other_precisions(root.candidate):
                 pairs += [(root, other)] if levers_of(other.arm, self._late) else []
-                pairs += [(root, each) for each in self._changes(history, other, failed, doubtful)]
+                pairs += [(root, each) for each in self._variants(history, other, failed, doubtful)]
         if _EXPANDABLE not in failed:
             pairs += [(root, each) for root in over if (each := judge.in_expandable_segments(root))]
         for root in over:
             if levers_of(root.candidate.arm, self._late):
-                pairs += [(root, each) for each in self._beside(root.candidate, larger=False, any_level=True)[:1]]
+                pairs += [(root, each) for each in self._neighbours(root.candidate, larger=False, any_level=True)[:1]]
         found: dict[Candidate, Tried] = {}
         for root, each in pairs:
-            if each not in found and self._can_be(history, judge, root, each):
+            if each not in found and self._may_be_tried(history, judge, root, each):
                 found[each] = root
         return found
 
     def _with_one_more(self, history: History, candidate: Candidate, root: Tried) -> dict[Candidate, Tried]:
         """Return a candidate with each further lever that it may have; the value of each is ``root``."""
         judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
-        further = (self._with(candidate, row, failed) for row in self._rows(candidate, failed, doubtful))
-        return {each: root for each in further if self._can_be(history, judge, root, each)}
+        further = (
+            self._with_lever(candidate, row, failed) for row in self._further_levers(candidate, failed, doubtful)
+        )
+        return {each: root for each in further if self._may_be_tried(history, judge, root, each)}
 
-    def _can_be(self, history: History, judge: Judge, root: Tried, candidate: Candidate) -> bool:
+    def _may_be_tried(self, history: History, judge: Judge, root: Tried, candidate: Candidate) -> bool:
         """Return whether a candidate belongs to the space and may be tried now."""
         arm = candidate.arm
         is_compiled_anew = arm.torch_compile and not root.candidate.arm.torch_compile
@@ -195,28 +197,28 @@ class Anytime:
         others = [changed(candidate.arm, precision=each) for each in sorted(among - {candidate.arm.precision})]
         return [replace(candidate, arm=arm) for arm in others if faster_precision(arm) not in among - {arm.precision}]
 
-    def _changes(
+    def _variants(
         self, history: History, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]
     ) -> Iterator[Candidate]:
         """Yield variants: with one or two levers more, fewer layers that recompute, or the next batch up or down."""
-        rows = self._rows(candidate, failed, doubtful)
+        rows = self._further_levers(candidate, failed, doubtful)
         for row in rows:
-            changed_one = self._with(candidate, row, failed)
+            changed_one = self._with_lever(candidate, row, failed)
             yield changed_one
             if candidate.arm.gradient_checkpointing:
                 yield replace(changed_one, arm=changed(changed_one.arm, gradient_checkpointing=False))
             for is_larger in (True, False):
-                yield from self._beside(changed_one, larger=is_larger)[:1]
+                yield from self._neighbours(changed_one, larger=is_larger)[:1]
         for one, other in combinations(rows, 2):
-            yield self._with(self._with(candidate, one, failed), other, failed)
+            yield self._with_lever(self._with_lever(candidate, one, failed), other, failed)
         if _FEWER_LAYERS in self._late - failed and candidate.arm.gradient_checkpointing:
             for count in range(1, candidate.arm.checkpointed_layers or history.layers):
                 yield replace(candidate, arm=changed(candidate.arm, checkpointed_layers=count))
         if levers_of(candidate.arm, self._late):
             for is_larger in (True, False):
-                yield from self._beside(candidate, larger=is_larger)[:1]
+                yield from self._neighbours(candidate, larger=is_larger)[:1]
 
-    def _with(self, candidate: Candidate, row: Lever, failed: frozenset[str]) -> Candidate:
+    def _with_lever(self, candidate: Candidate, row: Lever, failed: frozenset[str]) -> Candidate:
         """Return a candidate with a lever and what belongs to it."""
         arm = candidate.arm
         if PRIORS[row.name].is_unmasked:
@@ -228,7 +230,7 @@ class Anytime:
         arm = changed(arm, non_blocking=arm.non_blocking or "non_blocking" in self._late - failed)
         return replace(candidate, arm=with_lever(arm, row.name, self._late, self._space.multiples))
 
-    def _rows(self, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]) -> list[Lever]:
+    def _further_levers(self, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]) -> list[Lever]:
         """Return the levers that a candidate may be given besides its own."""
         rows = [row for row in LEVERS if row.name not in (*failed, _FEWER_LAYERS, _EXPANDABLE)]
         return [row for row in rows if self._can_add(row, candidate, doubtful)]
@@ -250,7 +252,7 @@ class Anytime:
         with_it = changed(candidate.arm, **{name: row.values[1]})
         return not self._late.isdisjoint({name, row.part_of}) and name not in doubtful and not excluding(with_it)
 
-    def _beside(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
+    def _neighbours(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
         """Return the arm at larger or smaller batches, of no lower multiple unless ``any_level``; the nearest first."""
         batches, batch = self._space.batches, candidate.per_device_train_batch_size
         levels = [level for level in batches.levels() if any_level or level >= batches.level(batch)]

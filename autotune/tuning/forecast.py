@@ -155,7 +155,7 @@ class Forecast:
             if self.is_settled(arm):
                 return
             self._ask_about(arm)
-        self._fill()
+        self._start_jobs()
 
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
         """Wait until the ``upcoming`` arm has its answers and no job is running, or patience is exhausted.
@@ -175,22 +175,22 @@ class Forecast:
         """Ask about the upcoming arm until its answers are complete or patience is exhausted."""
         while (arm := upcoming()) is not None and not self.is_settled(arm):
             if self._ask_about(arm) and self._asks_ahead:
-                self._fill()
+                self._start_jobs()
             if self._patience_seconds <= 0:
                 return
             self._wait_for_answer()
-            self._keep()
+            self._store_answers()
 
     def complete(self) -> None:
         """Start the jobs of all questions except the reserve, and wait for the answers."""
-        self._take(0.0)
-        self._fill()
-        self._keep()
+        self._collect_answers(0.0)
+        self._start_jobs()
+        self._store_answers()
         while self._asked and self._patience_seconds > 0:
             self._wait_for_answer()
             # Storing takes time, a second where there is no database yet. The next questions are sent before.
-            self._fill()
-            self._keep()
+            self._start_jobs()
+            self._store_answers()
 
     def call_on_reserve(self) -> None:
         """Start the jobs of the questions in reserve, and wait for the answers."""
@@ -200,31 +200,31 @@ class Forecast:
 
     def is_settled(self, arm: Arm) -> bool:
         """Collect finished jobs; return whether no job is running and no question about this arm is waiting."""
-        self._take(0.0)
-        self._keep()
+        self._collect_answers(0.0)
+        self._store_answers()
         return not self._asked and not any(inquiry.is_about(arm) for inquiry in self._waiting)
 
     def _wait_for_answer(self) -> None:
         """Wait for one answer, at most a second."""
         began = time.monotonic()
-        self._take(min(1.0, self._patience_seconds))
+        self._collect_answers(min(1.0, self._patience_seconds))
         self._patience_seconds -= time.monotonic() - began
 
     def _ask_about(self, arm: Arm) -> bool:
         """Start the jobs of the questions about an arm; return whether there were any."""
         about = [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]
         for inquiry in sorted(about, key=lambda inquiry: inquiry.in_reserve):
-            self._ask(inquiry)
+            self._start_job(inquiry)
         return bool(about)
 
-    def _fill(self) -> None:
+    def _start_jobs(self) -> None:
         """Start jobs in order, up to the limit."""
         for inquiry in [inquiry for inquiry in self._waiting if not inquiry.in_reserve]:
             if len(self._asked) >= self._parallel:
                 return
-            self._ask(inquiry)
+            self._start_job(inquiry)
 
-    def _ask(self, inquiry: _Inquiry) -> None:
+    def _start_job(self, inquiry: _Inquiry) -> None:
         """Start the job of a question."""
         assert self._submitter is not None
         self._waiting.remove(inquiry)
@@ -233,7 +233,7 @@ class Forecast:
         self._asked[job_id] = inquiry
         self._submitter.submit(job_id, inquiry.work, _TIMEOUT_SECONDS)
 
-    def _take(self, wait_seconds: float) -> None:
+    def _collect_answers(self, wait_seconds: float) -> None:
         """Add finished answers to the models. Wait at most ``wait_seconds`` for one answer."""
         if not self._asked:
             return
@@ -251,7 +251,7 @@ class Forecast:
             inquiry.file(predicted)
             self._to_keep.append((inquiry.identity, predicted))
 
-    def _keep(self) -> None:
+    def _store_answers(self) -> None:
         """Store new answers in the cache."""
         answered, self._to_keep = self._to_keep, []
         if self._kept is not None:

@@ -157,7 +157,7 @@ class Looker:
             differs.append(f"{both}: {undivided or cut_down}")
             cure = _DIVIDE if undivided else self._options_keeping_batch()
         if not guilty and of_split is None:
-            lever = self._cure(asked, own, Candidate(winners_arm, *winners), levers)
+            lever = self._curing_lever(asked, own, Candidate(winners_arm, *winners), levers)
             guilty = {lever: f"beside the other settings {whole.words}"} if lever else {}
         if not guilty and of_split is None:
             differs.append(
@@ -178,7 +178,7 @@ class Looker:
         # Where the batch is free, any batch is what was asked for.
         return (winners if self._is_batch_free else split), winners
 
-    def _cure(self, asked: FirstStep, own: Candidate, winner: Candidate, levers: Sequence[str]) -> str | None:
+    def _curing_lever(self, asked: FirstStep, own: Candidate, winner: Candidate, levers: Sequence[str]) -> str | None:
         """Return the first lever without which the winner's training is the requested one."""
         for name in levers:
             other = changed(winner.arm, **{name: getattr(own.arm, name)})

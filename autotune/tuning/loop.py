@@ -167,9 +167,9 @@ class Search:
         self._open()
         self._observer.begins(self._prepared, self._study)
         try:
-            stop = self._loop()
+            stop = self._run_trials()
             while self._check_same_training() or self._rehearse_winner():
-                stop = self._loop()
+                stop = self._run_trials()
         except BaseException as error:
             self._stop_after(error)
             raise
@@ -273,13 +273,13 @@ class Search:
 
     # The loop
 
-    def _loop(self) -> Stop:
+    def _run_trials(self) -> Stop:
         """Run trials until there is a reason to stop, and return it."""
         while True:
             stop = self._fill_slots()
             if not self._running:
                 return stop or NOTHING_LEFT
-            self._react()
+            self._handle_next_report()
 
     def _check_same_training(self) -> bool:
         """Compare the winner's training with the requested one; rule out levers that change it. Return if any do."""
@@ -315,7 +315,7 @@ class Search:
             if self._died:
                 trials, rehearsal = self._died[0]
                 for tried in trials:
-                    self._change(tried, tried.outcome)
+                    self._change_outcome(tried, tried.outcome)
                 self._keep_rehearsal(rehearsal)
             return False
         found = self._rehearse(best.candidate, self._plan.elapsed_seconds())
@@ -330,20 +330,20 @@ class Search:
         self._observer.note(f"{best.candidate.describe()}: {rehearsal.needs_less}; going on with what needs less")
         outcome = OutOfMemory(rehearsal.needs_less, during="the longest batch")
         for tried in trials:
-            self._change(tried, outcome)
+            self._change_outcome(tried, outcome)
         for tried in self._history.feasible():
             over = self._history.ruled_out_by(tried.candidate)
             if over is not None and over.outcome == outcome and tried.trial_id in self._plan.records:
                 # This candidate needs at least as much memory as the winner.
                 trials.append(tried)
-                self._change(tried, outcome)
+                self._change_outcome(tried, outcome)
         return True
 
     def _keep_rehearsal(self, rehearsal: Rehearsal) -> None:
         """Keep a rehearsal with the study, which is written to the database at the end of the search."""
         self._study = replace(self._study, look=replace(self._study.look or Look(), rehearsal=rehearsal))
 
-    def _change(self, tried: Tried, outcome: Outcome) -> None:
+    def _change_outcome(self, tried: Tried, outcome: Outcome) -> None:
         """Replace the outcome of a trial, in the plan and in the database."""
         self._plan.change_outcome(tried.trial_id, outcome)
         self._store.change_outcome(tried.trial_id, outcome)
@@ -368,7 +368,7 @@ class Search:
                 self._observer.note(step.why)
             elif step.stage == "search":
                 self._report_smaller_multiple(step.candidate)
-            self._try(step, trial)
+            self._start_step(step, trial)
         return None
 
     def _answer_first(self) -> None:
@@ -407,7 +407,7 @@ class Search:
         self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
         self._level = level
 
-    def _try(self, step: Step, asked: optuna.Trial) -> None:
+    def _start_step(self, step: Step, asked: optuna.Trial) -> None:
         """Start a trial of a step, or first of a control of earlier searches; reuse an earlier outcome if possible."""
         candidate, stage, study = step.candidate, step.stage, self._study
         if (control := self._next_control(step)) is not None:
@@ -426,12 +426,12 @@ class Search:
         known = self._reusable_outcome(candidate, stage, effort) if control is None else None
         if known is not None:
             self._optuna.tell(asked, candidate, known)
-            self._reuse(record, known)
+            self._record_reused(record, known)
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
             while is_exact and (another := self._reusable_outcome(candidate, "final", effort)) is not None:
                 # Every process that measured the candidate counts, not the latest alone.
                 number, self._next_number = self._next_number, self._next_number + 1
-                self._reuse(replace(record, number=number, id=new_id()), another)
+                self._record_reused(replace(record, number=number, id=new_id()), another)
             return
         free = list(self._executor.slots)
         for running in self._running.values():
@@ -443,17 +443,17 @@ class Search:
             self._running[record.id] = _Running(record, asked, placement, now, now, Progress("start"))
         self._plan.begin(record)
         self._observer.trial_begins(number, candidate, stage)
-        job = self._job(record, effort, placement)
+        job = self._job_of(record, effort, placement)
         limit_seconds = min(job.timeout_seconds, step.limit_seconds)
         self._executor.submit(replace(job, timeout_seconds=limit_seconds))
 
-    def _reuse(self, record: TrialRecord, outcome: Outcome) -> None:
+    def _record_reused(self, record: TrialRecord, outcome: Outcome) -> None:
         """Record the outcome of an earlier trial as the outcome of this trial, without running it."""
         ended = replace(record, stage="reused", outcome=outcome, seconds=0.0, log_path=None)
         self._store.start_trial(ended)
         self._take(ended)
 
-    def _job(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
+    def _job_of(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
         """Return the job that runs a trial."""
         request, candidate, source = self._request, record.candidate, self._request.workload.source
         # A script that gets all settings on its command line has none of its own.
@@ -470,7 +470,7 @@ class Search:
             placement=placement,
         )
 
-    def _react(self) -> None:
+    def _handle_next_report(self) -> None:
         """Wait for the next report of a running trial: pass its progress to the observer, or record its outcome."""
         trial_id, report = self._executor.wait()
         if isinstance(report, Progress):

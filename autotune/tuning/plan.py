@@ -238,15 +238,15 @@ class Plan:
         if any(trial.stage == "final" for trial in self.pending.values()):
             # A final trial runs alone: others use the same cores and power.
             return None
-        forced = self._forced()
+        forced = self._next_due()
         if forced is not None:
             return None if forced.stage == "final" and self.pending else forced
-        if self._is_last and self._waits:
+        if self._is_last and self._awaits_a_result:
             return None
         candidate = self.upcoming()
         if candidate is not None:
             return Step("search", candidate)
-        if self._draws:
+        if self._may_draw:
             return DRAW
         idea = self._next_idea()
         if idea is None:
@@ -261,7 +261,7 @@ class Plan:
             self._is_drawn_out = not self.history.pending
 
     @property
-    def _draws(self) -> bool:
+    def _may_draw(self) -> bool:
         """Whether Optuna's sampler is to draw the next candidate, and may have a new one."""
         return self._policy is None and not self._is_drawn_out and self._refused < _MOST_REFUSALS
 
@@ -311,7 +311,7 @@ class Plan:
     @property
     def _is_settled(self) -> bool:
         """Whether there is nothing more to propose, and no running trial may change that."""
-        return not self._waits and self.upcoming() is None and not self._draws
+        return not self._awaits_a_result and self.upcoming() is None and not self._may_draw
 
     def upcoming(self) -> Candidate | None:
         """Return the policy's next proposal; ``None`` where it has none, or Optuna's sampler draws."""
@@ -332,7 +332,7 @@ class Plan:
         return len(self.history.tried), version, frozenset(self.pending)
 
     @property
-    def _waits(self) -> bool:
+    def _awaits_a_result(self) -> bool:
         """Whether a trial is running that may change what is worth a trial, as any but a final one may."""
         return any(trial.stage != "final" for trial in self.pending.values())
 
@@ -342,7 +342,7 @@ class Plan:
         most = self._request.most_trials
         return most is not None and self.trials_spent == most - 1
 
-    def _forced(self) -> Step | None:
+    def _next_due(self) -> Step | None:
         """Return the next trial that is due; ``None`` where none is.
 
         Due are repeats, then the baseline, and at the end variants of the winner and final trials of it and its rivals.
@@ -367,16 +367,16 @@ class Plan:
                 return Step("search", on_one_core)
         if self._request.objective != "throughput":
             return None
-        return self._final(best)
+        return self._next_final(best)
 
-    def _final(self, best: Tried) -> Step | None:
+    def _next_final(self, best: Tried) -> Step | None:
         """Return the next final trial, of the winner or a rival; ``None`` where none is due."""
         if self._is_last:
-            if self._waits:
+            if self._awaits_a_result:
                 return None
             # The last trial of the budget measures the winner again, if that is due. Where the winner is the baseline,
             # which the user has without a search, the trial is for a candidate that may be better.
-            may_go_on = self.upcoming() is not None or self._draws
+            may_go_on = self.upcoming() is not None or self._may_draw
             is_all_there_is = best.candidate == self._prepared.baseline and may_go_on
             owed = to_measure_again(self.history, {best.candidate}, tells_apart=False)
             return None if is_all_there_is or not owed else Step("final", best.candidate)

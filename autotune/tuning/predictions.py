@@ -108,7 +108,7 @@ def predictions(
     ):
         remembered = answers.find(key, Inspection)
         if remembered is None:
-            _begin(runner)
+            _start_predicting(runner)
         facts = remembered or runner.inspect()
         on_gpu = dataclasses.replace(facts, context_bytes=TYPICAL_CONTEXT_BYTES)
         every = [prepare(request, on_gpu) for request in requests]
@@ -117,11 +117,11 @@ def predictions(
             runner, asked, parallel=most_predictions(usable_cores()), kept=KeptPredictions(answers, workload)
         )
         if not forecast.is_answered:
-            _begin(runner)
+            _start_predicting(runner)
         forecast.complete()
         if saves_memory or not all(model.expects_a_fit() for model in forecast.models):
             if not forecast.is_complete:
-                _begin(runner)
+                _start_predicting(runner)
             forecast.call_on_reserve()
         if remembered is None:
             # Last, since making a database takes a second in which others could be predicting.
@@ -129,7 +129,7 @@ def predictions(
     return list(zip(every, forecast.models, strict=True))
 
 
-def _begin(runner: TrialServer) -> None:
+def _start_predicting(runner: TrialServer) -> None:
     """Start the predicting process, and meanwhile import the modules that store its answers."""
     runner.start()
     importlib.import_module("autotune.store.opening")
