@@ -117,15 +117,8 @@ class Export:
         is_script = self.source is not None and self.source.kind == "script"
         if self.candidate.arm.needs_launcher and (is_script or self.source is None):
             return "torchrun"
-        if not is_script:
-            return "json"
-        match self.interface.made_from:
-            case "flags":
-                return "cli"
-            case "code":
-                return "python"
-            case "file":
-                return "json"
+        by_place: dict[str, Format] = {"flags": "cli", "code": "python", "file": "json"}
+        return by_place[self.interface.made_from] if is_script else "json"
 
     @property
     def template(self) -> Template | None:
@@ -157,21 +150,24 @@ class Export:
         """Environment variables of the measurement that a launcher does not set by itself."""
         # torchrun and accelerate set it to 1.
         threads = {} if self.omp_threads in (None, "1") else {"OMP_NUM_THREADS": self.omp_threads}
-        filled = self.template.fill_variables(self.filling) if self.template is not None else ()
+        filled = self.template.fill_variables(self.placeholder_values) if self.template is not None else ()
         return {**self.environment, **threads, **dict(filled)}
 
     @property
     def applied(self) -> str:
         """Python code for settings without a field in ``TrainingArguments``; an empty string without such settings."""
         if self.applied_settings:
+            # It pads and divides the loss by itself.
             return apply_call(self.applied_settings)
-        multiple = self.collator_multiple
-        padded = f"trainer.data_collator.pad_to_multiple_of = {multiple}" if multiple is not None else ""
-        # A call of apply does both by itself.
-        return "; ".join(filter(None, (padded, "trainer.model_accepts_loss_kwargs = False" * self.divides_loss)))
+        statements = []
+        if self.collator_multiple is not None:
+            statements.append(f"trainer.data_collator.pad_to_multiple_of = {self.collator_multiple}")
+        if self.divides_loss:
+            statements.append("trainer.model_accepts_loss_kwargs = False")
+        return "; ".join(statements)
 
     @property
-    def filling(self) -> Values:
+    def placeholder_values(self) -> Values:
         """The values for the placeholders of the command line."""
         return Values.of(self.candidate, self.interface.sample_tokens)
 
@@ -199,18 +195,21 @@ def make_export(report: Report) -> Export:
             f"the study {report.study.name!r} has no feasible trial to export",
             f"autotune show {report.study.name} says what was tried",
         )
-    environment = report.environment
+    environment, arm = report.environment, best.candidate.arm
     packages = environment["packages"]
     fields = environment["training_arguments_fields"]
+    variables = launch_variables(arm)
+    if arm.expandable_segments:
+        variables[allocator_variable(packages["torch"])] = "expandable_segments:True"
     data = report.workload.get("data")
     is_own = report.workload["task"] == "own"
     world_size = int(report.study.request.get("world_size") or 1)
     arguments = data_arguments(decode(data, DataSpec)) if data else {}
     revision = environment.get("measurement_revision", 1)
-    source = report.source
+    source, look = report.source, report.study.look
     exported: TunedArguments | OwnArguments
-    rehearsal = report.study.look.rehearsal if report.study.look is not None else None
-    applied, multiple, stock = applied_settings(best.candidate.arm), None, dict(measured.stock_settings)
+    rehearsal = look.rehearsal if look is not None else None
+    applied, multiple, stock = applied_settings(arm), None, dict(measured.stock_settings)
     if source is None or source.framework == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
         if "every_n_layers" in stock:
@@ -226,37 +225,28 @@ def make_export(report: Report) -> Export:
             exported |= cast("TunedArguments", rehearsal.evaluation.settings)
     else:
         exported = own_arguments(source, best.candidate)
+    loading = {"attn_implementation": arm.attn_implementation, "dtype": report.workload["dtype"]}
     return Export(
         arguments=exported,
         candidate=best.candidate,
-        model_arguments={}
-        if is_own
-        else {
-            "attn_implementation": best.candidate.arm.attn_implementation,
-            "dtype": report.workload["dtype"],
-        },
+        model_arguments={} if is_own else loading,
         model=report.workload["model"],
         task=report.workload["task"],
         measured=f"{environment['device_name']}, torch {packages['torch']}, "
         f"transformers {packages['transformers']}; "
         + ("" if is_own else f"{report.workload['task']}, ")
-        + f"{describe_data(report.workload, padding_free=best.candidate.arm.padding_free)}",
+        + describe_data(report.workload, padding_free=arm.padding_free),
         row_tokens=report.workload["seq_len"] if data and data.get("packing") else None,
         lora=_lora_arguments(report.workload),
         bits=_bits_arguments(report.workload),
-        environment=launch_variables(best.candidate.arm)
-        | (
-            {allocator_variable(packages["torch"]): "expandable_segments:True"}
-            if best.candidate.arm.expandable_segments
-            else {}
-        ),
-        differs=(*_order_note(best.candidate.arm), *(report.study.look.sentences if report.study.look else ())),
+        environment=variables,
+        differs=(*_order_note(arm), *(look.sentences if look is not None else ())),
         applied_settings=applied,
         collator_multiple=multiple,
         divides_loss=measured.divides_loss,
         cpu_core=measured.cpu_core,
-        omp_threads=_omp_threads(best.candidate.arm, environment, world_size),
-        source=report.source,
+        omp_threads=_omp_threads(arm, environment, world_size),
+        source=source,
         rehearsal=rehearsal,
         on_cpu=environment["device_kind"] == "cpu",
         world_size=world_size,
@@ -289,59 +279,47 @@ def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> l
 
 def _notes_outside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
     """Return the notes of ``beside_lines`` before control characters are escaped."""
-    several = _process_notes(export, form)
+    notes = _process_notes(export, form)
     if form != "torchrun" and not (form == "cli" and export.template is not None):
-        set_them = "start the training with {}={} in its environment"
         in_file = launch_variables(export.candidate.arm) if form == "accelerate" else {}
-        several += [set_them.format(name, value) for name, value in export.variables.items() if name not in in_file]
-    if export.task == "own":
-        if export.template is not None:
-            how = "write the values of --format json there, or train with autotune run"
-            by_hand = [f"{os.path.relpath(path)} has placeholders: {how}" for path in export.template.files]
-            return [*by_hand, *several, *_pinning_notes(export), f"measured on {export.measured}"]
-        if export.source is not None and export.framework != "trainer":
-            lines = hand_over(export.source, export.arguments, export.candidate)
-            batches = export.rehearsal.loader_batches if export.rehearsal is not None else {}
-            for key, size in batches.items():
-                place = os.path.basename(key.rpartition("#")[0])
-                lines.append(f"set by hand: batch_size of the validation DataLoader at {place} = {size}")
-            return [*lines, *several, *_pinning_notes(export), f"measured on {export.measured}"]
-        batch = export.candidate.per_device_train_batch_size
-        unset = [name for name, value in export.arguments.items() if value is None]
-        launched = (
-            dict(export.source.variables).get("ACCELERATE_MIXED_PRECISION") if export.source is not None else None
-        )
-        is_overruled = launched is not None and export.candidate.arm.precision in ("fp32", "tf32")
-        return [
-            _how_to_pass(export),
-            *(
-                [f"start it without --mixed_precision {launched}, which it was not measured with"]
-                if is_overruled
-                else []
-            ),
-            *several,
-            *_pinning_notes(export),
-            *_apply_notes(export),
-            *(f"leave {name} at its default, as it was measured" for name in unset),
-            *(
-                [*export.rehearsal.alarms, *export.rehearsal.sentences]
-                if export.rehearsal is not None
-                else [
-                    f"no evaluation was run: with {EVALUATION_BATCH} up to {batch} a batch of it needs less than "
-                    "training; what compute_metrics is given (the outputs for all samples, in the host's memory) comes "
-                    "on top"
-                ]
-            ),
-            f"measured on {export.measured}",
+        notes += [
+            f"start the training with {name}={value} in its environment"
+            for name, value in export.variables.items()
+            if name not in in_file
         ]
-    measured = f"measured on {export.measured}"
+    notes += _pinning_notes(export)
+    if export.task != "own":
+        notes += [*_deepspeed_notes(export, form), *made_by_hand(export), *_apply_notes(export)]
+    elif export.template is not None:
+        how = "write the values of --format json there, or train with autotune run"
+        notes = [*(f"{os.path.relpath(path)} has placeholders: {how}" for path in export.template.files), *notes]
+    elif export.source is not None and export.framework != "trainer":
+        notes = [*hand_over(export.source, export.arguments, export.candidate), *_loader_notes(export), *notes]
+    else:
+        notes = [*_passing_notes(export), *notes, *_apply_notes(export), *_unmeasured_notes(export)]
+    return [*notes, f"measured on {export.measured}"]
+
+
+def _loader_notes(export: Export) -> list[str]:
+    """Return notes on the batch sizes of validation data loaders that were found for a loop of the user's own."""
+    batches = export.rehearsal.loader_batches if export.rehearsal is not None else {}
     return [
-        *several,
-        *_pinning_notes(export),
-        *_deepspeed_notes(export, form),
-        *made_by_hand(export),
-        *_apply_notes(export),
-        measured,
+        f"set by hand: batch_size of the validation DataLoader at {os.path.basename(key.rpartition('#')[0])} = {size}"
+        for key, size in batches.items()
+    ]
+
+
+def _unmeasured_notes(export: Export) -> list[str]:
+    """Return notes on arguments to leave out, and on what a run does beyond its first steps."""
+    unset = [name for name, value in export.arguments.items() if value is None]
+    notes = [f"leave {name} at its default, as it was measured" for name in unset]
+    if export.rehearsal is not None:
+        return [*notes, *export.rehearsal.alarms, *export.rehearsal.sentences]
+    return [
+        *notes,
+        f"no evaluation was run: with {EVALUATION_BATCH} up to {export.candidate.per_device_train_batch_size} a batch "
+        "of it needs less than training; what compute_metrics is given (the outputs for all samples, in the host's "
+        "memory) comes on top",
     ]
 
 
@@ -397,20 +375,23 @@ def _deepspeed_notes(export: Export, form: Format | LaunchFormat | None) -> list
     ]
 
 
-def _how_to_pass(export: Export) -> str:
-    """Return in words how the arguments get to the user's script or function."""
+def _passing_notes(export: Export) -> list[str]:
+    """Return notes on how the arguments get to the user's script or function with a Trainer."""
+    name, place = export.model, export.interface.place or "its file of settings"
     if export.source is not None and export.source.kind != "script":
         # A launcher's command line is without them.
-        form = " (--format json)" if export.ranks > 1 else ""
-        return f"hand them to {export.model} as its overrides{form}"
-    place = export.interface.place or "its file of settings"
-    match export.interface.made_from:
-        case "file":
-            return f"merge them into {place} (--format json), from which {export.model} reads its TrainingArguments"
-        case "code":
-            return f"set them at {place}, where {export.model} makes its TrainingArguments (--format python)"
-        case _:
-            return f"give them to {export.model} after its other options (--format cli), where the last one counts"
+        how = f"hand them to {name} as its overrides" + (" (--format json)" if export.ranks > 1 else "")
+    elif export.interface.made_from == "file":
+        how = f"merge them into {place} (--format json), from which {name} reads its TrainingArguments"
+    elif export.interface.made_from == "code":
+        how = f"set them at {place}, where {name} makes its TrainingArguments (--format python)"
+    else:
+        how = f"give them to {name} after its other options (--format cli), where the last one counts"
+    variables = dict(export.source.variables) if export.source is not None else {}
+    launched = variables.get("ACCELERATE_MIXED_PRECISION")
+    if launched is None or export.candidate.arm.precision not in ("fp32", "tf32"):
+        return [how]
+    return [how, f"start it without --mixed_precision {launched}, which it was not measured with"]
 
 
 def _pinning_notes(export: Export) -> list[str]:
@@ -481,23 +462,23 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
 
 def _accelerate_config(export: Export) -> str:
     """Return an accelerate configuration file. The training itself gets the exported arguments."""
-    on_cpu = export.on_cpu
-    arm = export.candidate.arm
-    processes = export.processes
-    distributed = "NO" if processes == 1 else "MULTI_CPU" if on_cpu else "MULTI_GPU"
-    if arm.is_sharded:
-        distributed = "FSDP"
+    arm, processes = export.candidate.arm, export.processes
     if arm.zero_stage is not None:
         distributed = "DEEPSPEED"
-    precision = export.candidate.arm.precision
+    elif arm.is_sharded:
+        distributed = "FSDP"
+    elif processes > 1:
+        distributed = "MULTI_CPU" if export.on_cpu else "MULTI_GPU"
+    else:
+        distributed = "NO"
     config: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": distributed,
         "num_machines": 1,
         "machine_rank": 0,
         "num_processes": processes,
-        "mixed_precision": precision if precision in ("bf16", "fp16") else "no",
-        "use_cpu": on_cpu,
+        "mixed_precision": arm.precision if arm.precision in ("bf16", "fp16") else "no",
+        "use_cpu": export.on_cpu,
         "main_training_function": "main",
         "rdzv_backend": "static",
         "same_network": True,
@@ -549,22 +530,21 @@ def _flags(export: Export) -> list[str]:
     if export.template is not None:
         # Set by env: in $(…) an assignment before the command would be taken for the command.
         variables = [f"{name}={value}" for name, value in export.variables.items()]
-        words = [*(["env", *variables] if variables else []), "python", *fill_words(export.command, export.filling)]
+        words = [
+            *(["env", *variables] if variables else []),
+            "python",
+            *fill_words(export.command, export.placeholder_values),
+        ]
         return [shlex.join(words)]
     if export.source is None or export.framework == "trainer":
-        kwargs = {"use_reentrant": False}
-        left_out = [
-            name
-            for name, value in export.arguments.items()
-            # The braces and quotes of these kwargs do not survive $(…).
-            if value is None or (value == kwargs and export.has_reentrant_off)
-        ]
         words = []
         for name, value in export.arguments.items():
+            # The braces and quotes of these kwargs do not survive $(…).
+            is_default = value is None or (value == {"use_reentrant": False} and export.has_reentrant_off)
             if name == "fsdp" and value is True:
                 # A word after it would be read as one of the older settings of the same name.
                 words.append("--fsdp")
-            elif name not in left_out:
+            elif not is_default:
                 text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
                 words.append(f"--{name} {shlex.quote(text)}")
         return words
@@ -572,8 +552,11 @@ def _flags(export: Export) -> list[str]:
     arguments: Mapping[str, Any] = export.arguments
     for name, flag in flags(export.source, arguments).items():
         value = arguments[name]
-        # Such flags take no value.
-        own += ([flag] if value else []) if isinstance(value, bool) else [f"{flag} {shlex.quote(str(value))}"]
+        if not isinstance(value, bool):
+            own.append(f"{flag} {shlex.quote(str(value))}")
+        elif value:
+            # Such flags take no value.
+            own.append(flag)
     return own
 
 
@@ -587,10 +570,9 @@ def _python(export: Export) -> str:
         first += f"{_IMPORT_APPLY}\n\n" if export.applied_settings else ""
         return f"# measured on {in_one_line(export.measured)}\n{first}{name} = dict(\n{fields})\n{_call_apply(export)}"
     auto_class = AUTO_CLASS_OF_TASK[export.task]
-    loadable = hub_name(export)
     attention, dtype = export.model_arguments["attn_implementation"], export.model_arguments["dtype"]
-    variables = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.variables.items())
-    variables += _pinning_lines(export)
+    preparing = "".join(f"os.environ[{name!r}] = {value!r}\n" for name, value in export.variables.items())
+    preparing += _pinning_lines(export)
     names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.bits else [])]))
     bits = f",\n    quantization_config={_call('BitsAndBytesConfig', export.bits)},\n)" if export.bits else "\n)"
     arguments = f"arguments = TrainingArguments(\n{fields})\n"
@@ -600,14 +582,14 @@ def _python(export: Export) -> str:
     rows = f"rows = pack(dataset, {export.row_tokens})\n" if export.row_tokens else ""
     return (
         f"# measured on {in_one_line(export.measured)}\n"
-        + (f"import os\n\n{variables}\n" if variables else "")
+        + (f"import os\n\n{preparing}\n" if preparing else "")
         + "import torch\n"
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora else "")
         + f"from transformers import {names}\n\n"
         + (f"from autotune.training import {applying}\n\n" if export.applied_settings else "")
         + (f"{arguments}\n" if is_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
-        f"    {loadable!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
+        f"    {hub_name(export)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
         + (f"model = get_peft_model(model, {_call('LoraConfig', export.lora)})\n" if export.lora else "")
         + ("" if is_first else arguments)
         + (
@@ -622,7 +604,8 @@ def _python(export: Export) -> str:
 def hub_name(export: Export) -> str:
     """Return the hub repository of a catalog name, or any other name unchanged."""
     entry = None if "/" in export.model else catalog.find(export.model)
-    return repository_of(entry, export.model) or export.model if entry else export.model
+    repository = repository_of(entry, export.model) if entry is not None else None
+    return repository or export.model
 
 
 def _call_apply(export: Export) -> str:

@@ -59,19 +59,20 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
 
 def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[FrozenTrial]:
     """Return a study's trials as Optuna's, with the parameters that varied or, in a running study, may vary."""
-    records = list(records)
-    settings = [record.candidate.recorded_parameters() for record in records]
+    settings = [(record, record.candidate.recorded_parameters()) for record in records]
     values: dict[str, set[Any]] = {BATCH: set()}
-    values |= {row.name: set() for row in LEVERS if row.is_optunas and study.state == "running"}
-    for name in {name for each in settings for name in each} - {"gradient_accumulation_steps"}:
-        found = {each.get(name) for each in settings}
-        if all(value is None or isinstance(value, bool | int | str) for value in found):
-            values |= {name: found} if len(found) > 1 or name in values else {}
+    if study.state == "running":
+        values |= {row.name: set() for row in LEVERS if row.is_optunas}
+    for name in {name for _, own in settings for name in own} - {"gradient_accumulation_steps"}:
+        found = {own.get(name) for _, own in settings}
+        varies = len(found) > 1 or name in values
+        if varies and all(value is None or isinstance(value, bool | int | str) for value in found):
+            values[name] = found
     spaces = {name: _distribution(name, found) for name, found in values.items()}
     objective, ceiling = study.request.get("objective", "throughput"), Ceiling.from_document(study.ceiling)
     return [
-        _frozen(record, {name: each.get(name) for name in spaces}, spaces, objective, ceiling)
-        for record, each in zip(records, settings, strict=True)
+        _frozen(record, {name: own.get(name) for name in spaces}, spaces, objective, ceiling)
+        for record, own in settings
     ]
 
 

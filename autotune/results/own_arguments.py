@@ -12,44 +12,22 @@ from autotune.space.levers import ACCELERATE, LIGHTNING
 
 # By framework: its names of batch, accumulation, precision and checkpointing, and of data loader settings. A LoopConfig
 # has none of the last.
+_PLACEHOLDERS = {**FIELDS, "batch": "per_device_train_batch_size"}
+_LOADER = {"workers": "num_workers", "prefetch": "prefetch_factor"}
+_FABRIC = {**FIELDS, "batch": "batch_size", **_LOADER}
 _NAMES: dict[str, dict[str, str]] = {
     "loop": FIELDS,
     "accelerate": {
-        "batch": "per_device_train_batch_size",
-        "accumulation": "gradient_accumulation_steps",
+        **_PLACEHOLDERS,
         "precision": "mixed_precision",
-        "checkpointing": "gradient_checkpointing",
         "workers": "dataloader_num_workers",
         "prefetch": "dataloader_prefetch_factor",
     },
-    "fabric": {
-        "batch": "batch_size",
-        "accumulation": "gradient_accumulation_steps",
-        "precision": "precision",
-        "checkpointing": "gradient_checkpointing",
-        "workers": "num_workers",
-        "prefetch": "prefetch_factor",
-    },
-    "lightning": {
-        "batch": "batch_size",
-        "accumulation": "accumulate_grad_batches",
-        "precision": "precision",
-        "checkpointing": "gradient_checkpointing",
-        "workers": "num_workers",
-        "prefetch": "prefetch_factor",
-    },
-    "placeholders": {
-        "batch": "per_device_train_batch_size",
-        "accumulation": "gradient_accumulation_steps",
-        "precision": "precision",
-        "checkpointing": "gradient_checkpointing",
-    },
+    "fabric": _FABRIC,
+    "lightning": {**_FABRIC, "accumulation": "accumulate_grad_batches"},
+    "placeholders": _PLACEHOLDERS,
 }
-_PRECISIONS = {
-    "accelerate": ACCELERATE,
-    "fabric": LIGHTNING,
-    "lightning": LIGHTNING,
-}
+_PRECISIONS = {"accelerate": ACCELERATE, "fabric": LIGHTNING, "lightning": LIGHTNING}
 
 
 class OwnArguments(TypedDict, total=False):
@@ -74,15 +52,16 @@ def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
     """Return a candidate under the code's own names, limited to settings that the code uses."""
     kind = source.framework
     names = _NAMES[kind]
-    values = dict(zip(FIELDS, loop_arguments(candidate).values(), strict=True))
+    in_loop = loop_arguments(candidate)
+    values = {what: in_loop[name] for what, name in FIELDS.items()}
     if kind in _PRECISIONS:
         values["precision"] = _PRECISIONS[kind][candidate.arm.precision]
     taken = {names[what]: value for what, value in values.items() if what in source.interface.searched}
-    taken |= {names[what]: value for what, value in _loading(candidate).items() if what in names}
+    taken |= {names[what]: value for what, value in _loader_settings(candidate).items() if what in names}
     return cast("OwnArguments", taken)
 
 
-def _loading(candidate: Candidate) -> dict[str, int]:
+def _loader_settings(candidate: Candidate) -> dict[str, int]:
     """Return the data loader settings of a candidate; workers or prefetch of 0 or ``None`` are left out."""
     arm = candidate.arm
     values = {"workers": arm.dataloader_num_workers, "prefetch": arm.dataloader_prefetch_factor}
@@ -99,26 +78,22 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
     """Return instructions for passing the arguments to code without a Trainer."""
     interface, kind, name = source.interface, source.framework, source.name
     made_at = f" at {interface.loader}" if interface.loader else ""
-    by_loader = {"workers": "num_workers", "prefetch": "prefetch_factor"}
-    tf32 = (
-        ["call torch.set_float32_matmul_precision('high') before the training"]
-        if candidate.arm.precision == "tf32"
-        else []
-    )
+    is_tf32 = candidate.arm.precision == "tf32"
+    tf32 = ["call torch.set_float32_matmul_precision('high') before the training"] if is_tf32 else []
     if kind == "loop":
         function = name.rpartition(":")[2]
         return [
             f"train with them: {function}(autotune.LoopConfig(**json.load(open('settings.json')))), the file from "
             "--format json",
             *(
-                f"set by hand: {by_loader[what]} of the training DataLoader{made_at} = {value}"
-                for what, value in _loading(candidate).items()
+                f"set by hand: {_LOADER[what]} of the training DataLoader{made_at} = {value}"
+                for what, value in _loader_settings(candidate).items()
             ),
             *tf32,
         ]
-    given = flags(source, arguments)
-    by_hand = {name: value for name, value in arguments.items() if name not in given}
-    lines = [f"give them to {name} after its other options (--format cli)"] if given else []
+    by_flag = flags(source, arguments)
+    by_hand = {argument: value for argument, value in arguments.items() if argument not in by_flag}
+    lines = [f"give them to {name} after its other options (--format cli)"] if by_flag else []
     places = {
         "batch_size": "batch_size of the training DataLoader",
         "per_device_train_batch_size": "batch_size of the training DataLoader",
@@ -128,7 +103,7 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
         ),
         "mixed_precision": "mixed_precision of the Accelerator",
         "precision": "precision of Fabric" if kind == "fabric" else "precision of the Trainer",
-        **{_NAMES[kind][what]: f"{named} of the training DataLoader" for what, named in by_loader.items()},
+        **{_NAMES[kind][what]: f"{named} of the training DataLoader" for what, named in _LOADER.items()},
     }
     for argument, value in by_hand.items():
         if argument == "gradient_checkpointing":

@@ -149,32 +149,23 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
 
 def _has_plain_twin(arm: ArmView, arms: Sequence[ArmView]) -> bool:
     """Return whether every batch that fits with gradients reduced in each micro-step also fits without."""
-    if not arm.arm.sync_each_batch:
+    plain = replace(arm.arm, sync_each_batch=False)
+    twins = [other for other in arms if other.arm == plain]
+    if not arm.arm.sync_each_batch or not twins:
         return False
-    plain = next((other for other in arms if other.arm == replace(arm.arm, sync_each_batch=False)), None)
-    if plain is None:
-        return False
-    fitting = [
-        {
-            (batch.candidate.per_device_train_batch_size, batch.candidate.gradient_accumulation_steps)
-            for batch in each.fitting
-        }
-        for each in (arm, plain)
-    ]
-    return fitting[0] <= fitting[1]
+    fitting = {replace(batch.candidate, arm=plain) for batch in arm.fitting}
+    return fitting <= {batch.candidate for batch in twins[0].fitting}
 
 
 def _which_fit(arms: Sequence[ArmView]) -> str:
     """Return a sentence on the strategies that fit, each with its largest batch."""
-    largest: dict[str, int] = {}
-    for arm in arms:
-        name = str(arm.arm.strategy)
-        largest[name] = max(largest.get(name, 0), arm.largest_batch or 0)
-    known = {str(arm.arm.strategy) for arm in arms if arm.batches}
-    each = [
-        f"{name} up to {batch} a GPU" if batch else f"{name} {'does not' if name in known else 'is not predicted'}"
-        for name, batch in largest.items()
-    ]
+    each = []
+    for strategy in dict.fromkeys(arm.arm.strategy for arm in arms):
+        own = [arm for arm in arms if arm.arm.strategy == strategy]
+        if largest := max(arm.largest_batch or 0 for arm in own):
+            each.append(f"{strategy} up to {largest} a GPU")
+        else:
+            each.append(f"{strategy} {'does not' if any(arm.batches for arm in own) else 'is not predicted'}")
     return f"What fits: {', '.join(each)}."
 
 
@@ -353,7 +344,7 @@ def advice_lines(
     # The ends of a cost say no more than those of the speed.
     lines += shown if columns is None or max(map(len, shown)) <= columns else table(with_ends=False)
     # Outside the table, whose second column such a sentence would widen beyond 80 characters.
-    width = max((len(name) for name in (*(row[0] for row, _ in rows), *(name for name, _ in refused))), default=0)
+    width = max((len(name) for name in [*(row[0] for row, _ in rows), *dict(refused)]), default=0)
     lines += [f"{name:<{width}}  {why}" for name, why in refused]
     lines.append(_order_line(ordered) + (" * none is both as fast and as cheap." if front else ""))
     steps = [offer.best for offer in offers if offer.best is not None and offer.best.unknown_operations]
@@ -378,12 +369,15 @@ def _with_ends(value: float, interval: tuple[float, float]) -> str:
 def _order_line(ordered: list[Offer]) -> str:
     """Return a sentence on the sort order, and on GPUs that may be first although they are not."""
     best = "cheapest" if any(offer.cost is not None for offer in ordered) else "fastest"
-    ranked = [(rank(offer, ordered), _name(offer)) for offer in ordered]
-    tied, behind = ([name for number, name in ranked if number and (number > 1) is late] for late in (False, True))
+    ranks = [rank(offer, ordered) for offer in ordered]
+    first = [_name(offer) for offer, number in zip(ordered, ranks, strict=True) if number == 1]
+    behind = [_name(offer) for offer, number in zip(ordered, ranks, strict=True) if number is not None and number > 1]
     line = f"{best.capitalize()} first, by what is predicted"
-    if len(tied) < 2:
+    if len(first) < 2:
         return f"{line}."
-    which = f"all but {', '.join(behind)}" if 0 < len(behind) < len(tied) else ", ".join(tied) if behind else "all"
+    which = "all"
+    if behind:
+        which = f"all but {', '.join(behind)}" if len(behind) < len(first) else ", ".join(first)
     return f"{line}. The intervals overlap: {which} may be the {best}."
 
 

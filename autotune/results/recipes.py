@@ -195,11 +195,12 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
     }
     if export.lora:
         names = {"r": "lora_rank", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
-        targets = export.lora.get("target_modules")
         settings |= _adapters(export, names)
+        targets = export.lora.get("target_modules")
+        if targets == "all-linear":
+            targets = "all"
         if targets is not None:
-            is_all = targets == "all-linear"
-            settings["lora_target"] = "all" if is_all else targets if isinstance(targets, str) else ",".join(targets)
+            settings["lora_target"] = targets if isinstance(targets, str) else ",".join(targets)
     if export.bits:
         settings |= {
             "quantization_method": "bnb",

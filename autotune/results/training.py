@@ -52,54 +52,60 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
     notes = [f"run     {source.name} with the winner of {report.study.name}: {export.candidate.describe()}"]
     if recorded is not None and source.digest != recorded.digest:
         notes.append(f"note: {source.name} is not as it was when it was searched")
-    variables = dict(export.environment)
-    kept: dict[str, str] = dict(os.environ)
-    keep_compiled(kept)
-    variables |= {name: value for name, value in kept.items() if os.environ.get(name) != value}
-    if export.omp_threads not in (None, "1") and export.processes == 1:
-        variables["OMP_NUM_THREADS"] = str(export.omp_threads)
-    variables |= dict(source.variables)
-    kind = export.framework
+    variables = _variables(export) | dict(source.variables)
     settings: Document = dict(export.arguments)
     if recorded is None and export.candidate.arm.torch_compile:
         # A script may name another backend.
         settings["torch_compile_backend"] = "inductor"
-    folder = ""
-    if kind == "placeholders":
+    folder: str | None = None
+    if export.framework == "placeholders":
         assert recorded is not None
         if missing := recorded.template.names - source.template.names:
             named = ", ".join(f"{{{name}}}" for name in sorted(missing))
             notes.append(f"note: {named} has no place in this command, so that the script decides that")
-        folder = tempfile.mkdtemp(prefix="autotune-run-") if source.template.files else ""
-        words, filled = source.template.fill(export.filling, folder, source.cwd)
+        folder = tempfile.mkdtemp(prefix="autotune-run-") if source.template.files else None
+        words, filled = source.template.fill(export.placeholder_values, folder or "", source.cwd)
         source, settings = replace(source, argv=words, variables=()), {}
         variables |= dict(filled)
-    if kind == "trainer":
+    is_trainer = export.framework == "trainer"
+    if is_trainer:
         notes += [f"by hand {line}" for line in made_by_hand(export)]
     levers = applied_settings(export.candidate.arm)
-    applied = apply_call(levers) if levers else export.applied
-    notes += [f"set     {applied}"] if applied else []
+    if applied := apply_call(levers) if levers else export.applied:
+        notes.append(f"set     {applied}")
     notes += [f"note: {line}" for line in export.differs]
-    notes += [f"set     the process runs on core {export.cpu_core} alone"] if export.cpu_core is not None else []
-    own = ("-m", source.module) if source.module else (source.file,)
-    is_several = export.processes > 1
-    launcher = ["torchrun", "--standalone", "--nproc_per_node", str(export.processes)] if is_several else ["python"]
-    shown = shlex.join([*launcher, *own, *source.argv] if source.kind == "script" else [*launcher, source.name])
-    words = (sys.executable, *(("-m", "torch.distributed.run", *launcher[1:]) if is_several else ()), "-m", _MODULE)
+    if export.cpu_core is not None:
+        notes.append(f"set     the process runs on core {export.cpu_core} alone")
+    ranks = ["--standalone", "--nproc_per_node", str(export.processes)]
+    launcher, module = ["python"], ["-m", _MODULE]
+    if export.processes > 1:
+        launcher, module = ["torchrun", *ranks], ["-m", "torch.distributed.run", *ranks, "-m", _MODULE]
+    program = ["-m", source.module] if source.module else [source.file]
+    shown = [*launcher, *program, *source.argv] if source.kind == "script" else [*launcher, source.name]
     training = RealTraining(
         report.study.name,
         replace(source, variables=(), interface=export.interface),
         export.candidate,
         settings,
-        dtype=report.workload["dtype"] if kind == "trainer" and not report.workload.get("quantize") else None,
+        dtype=report.workload["dtype"] if is_trainer and not report.workload.get("quantize") else None,
         has_adapters=bool(export.lora) if recorded is None else None,
-        folder=folder or None,
+        folder=folder,
         cpu_core=export.cpu_core,
         promise=promise_of(report, runs_file),
         loader_batches=export.rehearsal.loader_batches if export.rehearsal is not None else {},
     )
     handed = {VARIABLE: json.dumps(encode(training))}
-    return Start(words, source.cwd, shown, variables, settings, handed, tuple(notes))
+    return Start((sys.executable, *module), source.cwd, shlex.join(shown), variables, settings, handed, tuple(notes))
+
+
+def _variables(export: Export) -> dict[str, str]:
+    """Return the environment variables to add for the training: of the export, and of the cache of compiled code."""
+    kept = dict(os.environ)
+    keep_compiled(kept)
+    variables = export.environment | {name: value for name, value in kept.items() if os.environ.get(name) != value}
+    if export.omp_threads not in (None, "1") and export.processes == 1:
+        variables["OMP_NUM_THREADS"] = str(export.omp_threads)
+    return variables
 
 
 # Each new shape is compiled and captured in the first steps of an epoch, whose mean speed is promised: Qwen2.5-0.5B on
@@ -116,10 +122,10 @@ def promise_of(report: Report, runs_file: str | None) -> Promise | None:
     if int(request.get("world_size") or 1) > int(request.get("ranks") or 1):
         # One device was measured, which exchanged no gradients.
         return None
-    used, (low, high) = utilization(report, measured, best.candidate.arm), speed.interval()
+    arm, (low, high) = best.candidate.arm, speed.interval()
     line_bytes, tokens = report.ceiling.line_bytes, measured.tokens_per_sample
+    used = utilization(report, measured, arm)
     promise = Promise(speed.samples_per_second, low, high, line_bytes, tokens, used, runs_file)
-    arm = best.candidate.arm
     is_prepared_by_shape = measured.batches_vary and (arm.torch_compile or arm.cuda_graphs)
     return replace(promise, warm_steps=_SHAPED_STEPS) if is_prepared_by_shape else promise
 

@@ -9,6 +9,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.units import format_bytes, format_deviation, format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
+from autotune.estimate.pooling import Speed
 from autotune.results.report import Report, data_facts, measurement
 from autotune.space.arms import changed, levers_of, without
 from autotune.space.levers import LEVERS
@@ -127,57 +128,52 @@ def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> l
 
 def _disturbances(report: Report) -> list[str]:
     """Return a note on the number of disturbed trials, and on the winner if it was disturbed."""
-    marked = [t for t in report.trials if isinstance(t.outcome, Completed | OutOfMemory) and t.outcome.disturbed]
-    if not marked:
-        return []
-    last = marked[-1].outcome
-    why = "; ".join(last.disturbed) if isinstance(last, Completed | OutOfMemory) else ""
-    again = (
-        " and repeated where that could help"
-        if any(not isinstance(t.outcome, Completed) or t.outcome.run_again for t in marked)
-        else ""
-    )
-    lines = [
-        f"{plural(len(marked), 'trial')} {'was' if len(marked) == 1 else 'were'} disturbed{again}; the last: {why}"
+    disturbed = [
+        outcome
+        for outcome in (trial.outcome for trial in report.trials)
+        if isinstance(outcome, Completed | OutOfMemory) and outcome.disturbed
     ]
-    if report.best in marked:
+    if not disturbed:
+        return []
+    is_repeated = any(isinstance(outcome, OutOfMemory) or outcome.run_again for outcome in disturbed)
+    again = " and repeated where that could help" if is_repeated else ""
+    were, why = "was" if len(disturbed) == 1 else "were", "; ".join(disturbed[-1].disturbed)
+    lines = [f"{plural(len(disturbed), 'trial')} {were} disturbed{again}; the last: {why}"]
+    if report.best is not None and getattr(report.best.outcome, "disturbed", False):
         lines.append("the winner itself was disturbed while it was measured: it may be faster than reported")
     return lines
 
 
 def compiled_notes(report: Report) -> list[str]:
     """Return a note on the number of steps after which compilation pays off."""
-    feasible = [(m, t) for t in report.trials if report.feasible(t) and (m := measurement(t))]
-    compiled = [(m, t) for m, t in feasible if t.candidate.arm.torch_compile]
-    plain = [(m, t) for m, t in feasible if not t.candidate.arm.torch_compile]
+    feasible = [(t.candidate, m) for t in report.trials if report.feasible(t) and (m := measurement(t))]
+    compiled = [(c, m) for c, m in feasible if c.arm.torch_compile]
+    plain = [(c, m) for c, m in feasible if not c.arm.torch_compile]
     if not compiled or not plain:
         return []
-    wins = [(m, t) for m, t in compiled if report.best is not None and t.candidate == report.best.candidate]
-    (fast, trial), (usual, other) = (
-        max(pairs, key=lambda p: p[0].samples_per_second) for pairs in (wins or compiled, plain)
-    )
+    of_winner = [(c, m) for c, m in compiled if report.best is not None and c == report.best.candidate]
+    candidate, fast = max(of_winner or compiled, key=lambda pair: pair[1].samples_per_second)
+    other, usual = max(plain, key=lambda pair: pair[1].samples_per_second)
     start = fast.compile_seconds or 0.0
-    name = f"{trial.candidate.describe()} takes {format_seconds(start)} to compile"
+    name = f"{candidate.describe()} takes {format_seconds(start)} to compile"
     # In seconds a sample, since the steps of the two may differ in size.
     gain = 1 / usual.samples_per_second - 1 / fast.samples_per_second
     if gain <= 0:
-        return [f"{name} and is then no faster than {other.candidate.describe()}"]
-    steps = math.ceil(start / (gain * trial.candidate.samples_per_step))
-    return [f"{name}, which pays off after {steps:,} optimizer steps against {other.candidate.describe()}"]
+        return [f"{name} and is then no faster than {other.describe()}"]
+    steps = math.ceil(start / (gain * candidate.samples_per_step))
+    return [f"{name}, which pays off after {steps:,} optimizer steps against {other.describe()}"]
 
 
 def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
     """Return notes on compilation, pinning, levers and data loader workers."""
     lines = []
+    arm = best.candidate.arm
     for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
-        on, off = (
-            dataclasses.replace(best.candidate, arm=changed(best.candidate.arm, **{lever: is_on}))
-            for is_on in (True, False)
-        )
+        on = dataclasses.replace(best.candidate, arm=changed(arm, **{lever: True}))
+        off = dataclasses.replace(best.candidate, arm=changed(arm, **{lever: False}))
         gain = _ratio(report, on, off)
         if gain is not None:
             lines.append(f"{words}, the winner is {gain:.2f} × as fast as without")
-    arm = best.candidate.arm
     if arm.dataloader_num_workers and not (report.workload.get("data") or report.workload.get("source")):
         lines.append(
             f"{arm.dataloader_num_workers} data loader workers are enough for made-up samples, of which none is read "
@@ -198,10 +194,12 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
 
 def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
     """Return the speed of one candidate over another's; ``None`` where either is missing."""
-    one, two = (
-        next((speed for t in report.trials if t.candidate == each and (speed := report.speed(t))), None)
-        for each in (candidate, other)
-    )
+
+    def speed_of(wanted: Candidate) -> Speed | None:
+        speeds = (report.speed(trial) for trial in report.trials if trial.candidate == wanted)
+        return next(filter(None, speeds), None)
+
+    one, two = speed_of(candidate), speed_of(other)
     return one.samples_per_second / two.samples_per_second if one and two else None
 
 
@@ -282,11 +280,15 @@ def _reused(report: Report) -> list[str]:
 def _failed_again(report: Report) -> list[str]:
     """Return a note where a later trial of the winner failed."""
     best = report.best
-    later = [t for t in report.trials if best and t.candidate == best.candidate and t.number > best.number]
+    if best is None:
+        return []
     return [
         f"the winner failed when it was run again (trial {trial.number}): {trial.outcome.message}"
-        for trial in later
-        if isinstance(trial.outcome, Failed) and trial.outcome.reason != "interrupted"
+        for trial in report.trials
+        if trial.candidate == best.candidate
+        and trial.number > best.number
+        and isinstance(trial.outcome, Failed)
+        and trial.outcome.reason != "interrupted"
     ]
 
 
@@ -299,7 +301,7 @@ def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
     if fastest.candidate == best.candidate or gain <= 0:
         return []
     if report.baseline is not None and fastest.candidate == report.baseline.candidate:
-        if _besides_ddp(fastest.candidate) == _besides_ddp(best.candidate):
+        if _without_ddp_options(fastest.candidate) == _without_ddp_options(best.candidate):
             return [f"the baseline was faster, by {gain:.1%}, which is noise: they differ in settings of DDP alone"]
         return [f"the baseline was faster, by {gain:.1%}, but the options exclude it from the search"]
     return []
@@ -308,7 +310,7 @@ def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_broadcast_buffers")
 
 
-def _besides_ddp(candidate: Candidate) -> Candidate:
+def _without_ddp_options(candidate: Candidate) -> Candidate:
     """Return a candidate without DDP options that the table does not show."""
     arm = dataclasses.replace(candidate.arm, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
     return dataclasses.replace(candidate, arm=arm)
@@ -319,10 +321,10 @@ def _ddp_notes(report: Report, best: TrialRecord) -> list[str]:
     baseline = report.baseline
     if baseline is None or best.candidate == baseline.candidate:
         return []
-    if _besides_ddp(best.candidate) != _besides_ddp(baseline.candidate):
+    if _without_ddp_options(best.candidate) != _without_ddp_options(baseline.candidate):
         return []
-    arms = best.candidate.arm, baseline.candidate.arm
-    changed = [f"{name}={getattr(arms[0], name)}" for name in _OF_DDP if len({getattr(arm, name) for arm in arms}) > 1]
+    values = {name: getattr(best.candidate.arm, name) for name in _OF_DDP}
+    changed = [f"{name}={value}" for name, value in values.items() if value != getattr(baseline.candidate.arm, name)]
     return [f"the winner differs from the baseline in {' and '.join(changed)} alone, which changes no value"]
 
 
