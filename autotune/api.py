@@ -100,7 +100,7 @@ class Result:
     @property
     def speedup(self) -> float | None:
         """The winner's samples a second over the baseline's."""
-        return self.report.speedup()
+        return self.report.speedup
 
     def _trial(self, record: TrialRecord) -> Trial:
         shown = trial_view(self.report, record)

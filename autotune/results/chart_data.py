@@ -135,12 +135,11 @@ def _arms(report: Report) -> tuple[Arm, ...]:
 
 def _marks(report: Report) -> dict[str | None, Mark]:
     """Return the mark of each marked trial by its id: ``best``, else ``baseline``, else ``expert``."""
-    expert = expert_of(report)
-    measured = expert.candidate if expert is not None and expert.is_measured else None
-    last = [trial.id for trial in report.trials if trial.candidate == measured and measurement(trial)][-1:]
-    marks: dict[str | None, Mark] = dict.fromkeys(last, "expert")
-    if report.best is not None and report.best.candidate == measured:
-        marks = {}
+    marks: dict[str | None, Mark] = {}
+    expert, best = expert_of(report), report.best
+    if expert is not None and expert.is_measured and (best is None or best.candidate != expert.candidate):
+        last = [trial.id for trial in report.trials if trial.candidate == expert.candidate and measurement(trial)][-1:]
+        marks |= dict.fromkeys(last, "expert")
     return {**marks, report.study.baseline_trial_id: "baseline", report.study.best_trial_id: "best"}
 
 

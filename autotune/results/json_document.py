@@ -10,8 +10,9 @@ from autotune.core.candidate import Arm, Document
 from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
 from autotune.core.schema import encode, make_record, record_fields, with_version
+from autotune.estimate.pooling import Speed
 from autotune.results.report import Report
-from autotune.results.study_view import StudyView, TrialView
+from autotune.results.study_view import Expert, StudyView, TrialView
 from autotune.store.records import LeftOut, Stage, StopReason, StudyState, TrialState
 
 _CANDIDATE = (("per_device_train_batch_size", int), ("gradient_accumulation_steps", int), *record_fields(Arm))
@@ -117,7 +118,7 @@ class StudyDocument:
 def report_document(report: Report) -> Document:
     """Return the whole study as ``--json`` prints it."""
     view, study, ceiling = StudyView(report), report.study, report.ceiling
-    best, expert = view.best, view.expert
+    best = view.best
     document: Document = encode(
         StudyDocument(
             **with_version({}),
@@ -137,16 +138,10 @@ def report_document(report: Report) -> Document:
             ceiling={**study.ceiling, "cap_bytes": ceiling.cap_bytes, "line_bytes": ceiling.line_bytes},
             seconds=study.seconds,
             too_noisy=report.too_noisy,
-            speedup=view.speedup,
-            expert=ExpertDocument(
-                expert.candidate.parameters(), expert.samples_per_second, expert.is_measured, expert.speedup
-            )
-            if expert is not None
-            else None,
+            speedup=report.speedup,
+            expert=_expert_document(view.expert) if view.expert is not None else None,
             model_flops_utilization=best.utilization if best is not None else None,
-            next_run=NextRun(best.speed.samples_per_second, *best.speed.interval(), best.speed.processes)
-            if best is not None
-            else None,
+            next_run=_next_run(best.speed) if best is not None else None,
             best=trial_document(best) if best is not None else None,
             baseline=trial_document(view.baseline) if view.baseline is not None else None,
             trials=[trial_document(trial) for trial in view.trials],
@@ -154,6 +149,15 @@ def report_document(report: Report) -> Document:
         )
     )
     return document
+
+
+def _expert_document(expert: Expert) -> ExpertDocument:
+    candidate = expert.candidate.parameters()
+    return ExpertDocument(candidate, expert.samples_per_second, expert.is_measured, expert.speedup)
+
+
+def _next_run(speed: Speed) -> NextRun:
+    return NextRun(speed.samples_per_second, *speed.interval(), speed.processes)
 
 
 @functools.cache

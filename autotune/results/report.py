@@ -84,8 +84,9 @@ class Report:
     @property
     def samples(self) -> int | None:
         """Number of samples of the user's own data; ``None`` without such data or where unknown."""
-        facts = data_facts(self.workload)
-        return facts.samples if facts is not None else self.source.interface.samples if self.source else None
+        if (facts := data_facts(self.workload)) is not None:
+            return facts.samples
+        return self.source.interface.samples if self.source is not None else None
 
     @property
     def is_loop(self) -> bool:
@@ -149,8 +150,10 @@ class Report:
         if measured is None or not self.is_text:
             return None
         facts = data_facts(self.workload)
-        real = int(self.workload["seq_len"]) * (1 - self.workload["padding"])
-        return measured.samples_per_second * (facts.lengths.mean if facts and facts.lengths else real)
+        tokens: float = int(self.workload["seq_len"]) * (1 - self.workload["padding"])
+        if facts is not None and facts.lengths is not None:
+            tokens = facts.lengths.mean
+        return measured.samples_per_second * tokens
 
     @property
     def is_speedup_a_bound(self) -> bool:
@@ -168,7 +171,7 @@ class Report:
         best = self.best
         if best is None or accepts_noise() or self.study.request.get("objective", "throughput") != "throughput":
             return None
-        speedup, baseline = self.speedup(), self.baseline
+        speedup, baseline = self.speedup, self.baseline
         # A baseline that was faster is excluded from the search by options, but for the user's own settings.
         is_excluded = speedup is not None and speedup < 1
         left_out = {baseline.candidate} if baseline is not None and is_excluded else set()
@@ -183,8 +186,9 @@ class Report:
                 f"autotune export {self.study.name} --anyway takes what led",
             )
 
+    @functools.cached_property
     def speedup(self) -> float | None:
-        """Return the winner's speed over the baseline's; ``None`` where either is missing."""
+        """The winner's speed over the baseline's; ``None`` where either is missing."""
         best, baseline = self.speed(self.best), self.speed(self.baseline)
         return best.samples_per_second / baseline.samples_per_second if best and baseline else None
 
@@ -204,12 +208,8 @@ def deviations_before(trials: Iterable[TrialRecord], study: StudyRecord) -> dict
     for trial in trials:
         outcome = trial.outcome
         is_before = trial.environment_id == study.environment_id and trial.started_at < study.started_at
-        if (
-            is_before
-            and trial.workload_id != study.workload_id
-            and isinstance(outcome, Completed)
-            and not outcome.disturbed
-        ):
+        is_undisturbed = isinstance(outcome, Completed) and not outcome.disturbed
+        if outcome is not None and is_undisturbed and is_before and trial.workload_id != study.workload_id:
             tried = Tried(trial.id, trial.candidate, outcome)
             repeated.setdefault((trial.workload_id, trial.candidate), []).append(tried)
     return deviations(repeated.values())

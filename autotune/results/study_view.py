@@ -85,19 +85,20 @@ def expert_of(report: Report) -> Expert | None:
     of_precision = bf16 or [t for t in tried if t.candidate.arm.precision == fastest.candidate.arm.precision]
     plain = [t for t in of_precision if not t.candidate.arm.gradient_checkpointing] or of_precision
     largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)))
-    best = report.speed(report.best)
-    candidate, speed = largest.candidate, speed_of(largest)
+    candidate, speed, may_be_larger = largest.candidate, speed_of(largest), False
     farthest = _FARTHEST * candidate.per_device_train_batch_size
-    fits: bool | None = True
-    while fits and (larger := _larger(report, candidate)) is not None:
-        fits = _may_fit(report, plain, larger) if larger.per_device_train_batch_size <= farthest else None
+    while (larger := _larger(report, candidate)) is not None:
+        is_near = larger.per_device_train_batch_size <= farthest
+        fits = _predicted_to_fit(report, plain, larger) if is_near else None
         predicted = _predicted_speed(plain, larger) if fits else None
         if predicted is None:
-            fits = fits and None
-        else:
-            candidate, speed = larger, predicted
+            # Either it is known not to fit, or its memory or its speed is not known.
+            may_be_larger = fits is not False
+            break
+        candidate, speed = larger, predicted
+    best = report.speed(report.best)
     speedup = best.samples_per_second / speed if best is not None else None
-    return Expert(candidate, speed, candidate == largest.candidate, fits is None, speedup)
+    return Expert(candidate, speed, candidate == largest.candidate, may_be_larger, speedup)
 
 
 def _tried_by_experts(report: Report) -> list[Tried]:
@@ -105,23 +106,19 @@ def _tried_by_experts(report: Report) -> list[Tried]:
 
     Trials with a peak above the line count as well: whoever tries batches until memory runs out leaves no headroom.
     """
-    baseline = report.baseline
+    baseline, request = report.baseline, report.study.request
     like = baseline.candidate.arm if baseline is not None else None
-
-    def is_experts(arm: Arm) -> bool:
-        is_alike = like is None or (arm.attn_implementation, arm.optim) == (like.attn_implementation, like.optim)
-        return is_alike and not levers_of(arm, _OTHERS) and arm.strategy in (None, "ddp")
-
-    request = report.study.request
     total, world_size = request["effective_batch"], request.get("world_size", 1)
 
-    def is_asked(candidate: Candidate) -> bool:
-        """Return whether a candidate has the search's effective batch, unlike some users' own settings."""
-        return total is None or candidate.samples_per_step * world_size == total
+    def is_experts(candidate: Candidate) -> bool:
+        arm = candidate.arm
+        is_alike = like is None or (arm.attn_implementation, arm.optim) == (like.attn_implementation, like.optim)
+        # Some users' own settings have another effective batch than the search.
+        is_asked = total is None or candidate.samples_per_step * world_size == total
+        return is_alike and is_asked and not levers_of(arm, _OTHERS) and arm.strategy in (None, "ddp")
 
-    # The baseline itself has a batch that nobody chose for its size.
     ran = {t.candidate: t for t in (*report.history.tried, *report.history.believed()) if t.measurement is not None}
-    return [t for t in ran.values() if is_experts(t.candidate.arm) and is_asked(t.candidate)]
+    return [tried for tried in ran.values() if is_experts(tried.candidate)]
 
 
 def _larger(report: Report, candidate: Candidate) -> Candidate | None:
@@ -140,11 +137,8 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
     return Candidate(candidate.arm, larger, batches.accumulation(larger)) if larger is not None else None
 
 
-def _may_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool | None:
-    """Return whether a larger batch is predicted to fit, by a line through two measured peaks.
-
-    ``None`` without two measured peaks.
-    """
+def _predicted_to_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool | None:
+    """Return whether a larger batch is predicted to fit, by a line through two measured peaks; ``None`` without two."""
     if report.history.is_ruled_out(larger):
         return False
     points = _values_by_batch(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
@@ -194,11 +188,10 @@ def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None
     could not count them, the count of another trial with the same ``sparse_prediction`` is used. The peak rate is that
     of the GPU's data sheet in this precision.
     """
-    chip, flops = chip_of_device(report.environment["device_name"]), measured.sample_flops
-    for trial in report.trials:
-        other, its = measurement(trial), trial.candidate.arm
-        if flops is None and other is not None and its.sparse_prediction == arm.sparse_prediction:
-            flops = other.sample_flops
+    chip = chip_of_device(report.environment["device_name"])
+    alike = (measurement(t) for t in report.trials if t.candidate.arm.sparse_prediction == arm.sparse_prediction)
+    counts = (each.sample_flops for each in (measured, *alike) if each is not None)
+    flops = next((count for count in counts if count is not None), None)
     if chip is None or chip.rates is None or flops is None:
         return None
     rate = peak_flops(chip.rates, computed_in(arm.precision, report.workload["dtype"]))
@@ -311,16 +304,6 @@ class StudyView:
         return trial_view(self.report, _with_all_processes(self.report, baseline)) if baseline is not None else None
 
     @functools.cached_property
-    def baseline_speed(self) -> Speed | None:
-        """The baseline's pooled speed; ``None`` where it did not complete."""
-        return self.report.speed(self.report.baseline)
-
-    @functools.cached_property
-    def speedup(self) -> float | None:
-        """The winner's speed over the baseline's; ``None`` where either is missing."""
-        return self.report.speedup()
-
-    @functools.cached_property
     def expert(self) -> Expert | None:
         """bf16 at the largest batch that fits; ``None`` where no similar trial completed."""
         return expert_of(self.report)
@@ -412,22 +395,22 @@ def _compared_with(report: Report) -> tuple[str, float] | None:
     return (report.baseline_name, own.samples_per_second) if own is not None and not report.is_own_best else None
 
 
-def _runner_up(report: Report, best: Candidate, own: Speed) -> RunnerUp | None:
+def _runner_up(report: Report, best: Candidate, best_speed: Speed) -> RunnerUp | None:
     """Compare the winner with the fastest candidate besides it and the baseline.
 
     ``None`` without such a candidate, or for ``max-batch``.
     """
     if report.study.request["objective"] != "throughput":
         return None
-    compared = {best, report.baseline.candidate if report.baseline is not None else best}
-    others = [tried.candidate for tried in report.history.believed() if tried.candidate not in compared]
+    left_out = {best} if report.baseline is None else {best, report.baseline.candidate}
+    others = [tried.candidate for tried in report.history.believed() if tried.candidate not in left_out]
     speeds = [(speed, each) for each in others if (speed := report.history.speed(each)) is not None]
     if not speeds:
         return None
     speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
-    gain = difference(speed.log_sample_seconds, own.log_sample_seconds)
+    gain = difference(speed.log_sample_seconds, best_speed.log_sample_seconds)
     half_width = gain.half_width()
     preferred = ""
-    if speed.samples_per_second > own.samples_per_second:
+    if speed.samples_per_second > best_speed.samples_per_second:
         preferred = "your own settings need no change" if report.is_own_best else "the best is plainer"
     return RunnerUp(candidate, math.exp(gain.mean), half_width, abs(gain.mean) > half_width, preferred)

@@ -69,6 +69,7 @@ def _summary(view: StudyView) -> list[str]:
 def _best_lines(view: StudyView, best: BestView) -> list[str]:
     """Return the lines on the winner: speed, memory, comparisons, advice."""
     speed, tokens, request = best.speed, best.tokens_per_second, view.record.request
+    speedup = view.report.speedup
     lines = [
         _speed_words(speed, view.rate_unit)
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
@@ -77,13 +78,13 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
     lines += best.run
     if view.report.is_own_best:
         lines.append(f"{view.report.baseline_name} are as fast as anything tried")
-    elif view.speedup is not None and view.baseline is not None and view.baseline_speed is not None:
-        baseline = f"{view.baseline.candidate.describe()}: {format_rate(view.baseline_speed.samples_per_second)}"
+    elif speedup is not None and view.baseline is not None and view.baseline.measured is not None:
+        baseline = f"{view.baseline.candidate.describe()}: {format_rate(view.baseline.measured.samples_per_second)}"
         bound, why = ("at most ", ", disturbed") if view.report.is_speedup_a_bound else ("", "")
-        lines.append(f"{bound}{view.speedup:.2f} × {view.report.baseline_name} ({baseline} {view.rate_unit}{why})")
+        lines.append(f"{bound}{speedup:.2f} × {view.report.baseline_name} ({baseline} {view.rate_unit}{why})")
     if view.expert is not None and view.expert.speedup is not None:
         lines.append(view.expert.describe())
-    if view.speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
+    if speedup is None and request["measure_baseline"] and request["objective"] == "throughput":
         plain = Arm().describe()
         tried = [t for t in view.trials if t.record.stage == "baseline" or t.record.candidate.arm.describe() == plain]
         why = next((f" ({t.verdict})" for t in tried if t.verdict), "")

@@ -141,10 +141,9 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
         lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
     lines += _data_lines(measured, report.workload)
-    if (measured.host_bytes_to_build or 0) > _MUCH_HOST_BYTES:
-        lines.append(
-            f"building the model took up to {format_bytes(measured.host_bytes_to_build or 0)} of the host's memory"
-        )
+    host_bytes = measured.host_bytes_to_build or 0
+    if host_bytes > _MUCH_HOST_BYTES:
+        lines.append(f"building the model took up to {format_bytes(host_bytes)} of the host's memory")
     if report.study.request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     elif report.study.request["effective_batch"] is None:
@@ -168,11 +167,12 @@ def _data_lines(measured: Measurement, workload: Document) -> list[str]:
         )
     share = waits_for_data(measured)
     waiting = f"{share:.1%} of a step is spent waiting for data"
-    # Data may be the longer of two short waits.
-    which = "the data loader" if share > DATA_BOUND else None
     if what_limits(measured).kind == "gpu":
-        which = "computing, not the data loader,"
-    return [*lines, waiting if which is None else f"{which} is the bottleneck: {waiting}"]
+        waiting = f"computing, not the data loader, is the bottleneck: {waiting}"
+    elif share > DATA_BOUND:
+        # Below that, data may be the longer of two short waits.
+        waiting = f"the data loader is the bottleneck: {waiting}"
+    return [*lines, waiting]
 
 
 def run_lines(
@@ -232,20 +232,12 @@ def counts_line(report: Report) -> str:
     """Return a line on the number of trials, their outcomes, the duration and the reason for the end."""
     study = report.study
     # A trial that was ended together with the search did not fail.
-    states = [
+    states: list[str] = [
         "interrupted" if isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted" else trial.state
         for trial in report.trials
     ]
-    others = [
-        f"{states.count(state)} {word}"
-        for state, word in (
-            ("out_of_memory", "out of memory"),
-            ("failed", "failed"),
-            ("interrupted", "interrupted"),
-            ("running", "running"),
-        )
-        if state in states
-    ]
+    told = [state for state in ("out_of_memory", "failed", "interrupted", "running") if state in states]
+    others = [f"{states.count(state)} {state.replace('_', ' ')}" for state in told]
     text = plural(len(states), "trial")
     if others:
         text += f" ({', '.join(others)})"

@@ -307,7 +307,7 @@ class TestSearches:
         assert any(trial.stage == "reused" for trial in second.trials) == is_used
         assert any("are not used: " in told for told in second.observer.notes) != is_used
         # None of the numbers is of one hour, and its rival's of another.
-        assert load_report(store, "second").speedup() == pytest.approx(12 / 9, rel=0.05)
+        assert load_report(store, "second").speedup == pytest.approx(12 / 9, rel=0.05)
         assert second.best.candidate.arm.precision == "bf16"
 
     @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -385,12 +385,12 @@ def _steps(report: Report) -> Chart | None:
 
 
 def _stack(
-    title: str, key: str, parts: Sequence[Part], marks: Sequence[BarMark], more: Iterable[Sequence[str]] = ()
+    title: str, key: str, parts: Sequence[Part], marks: Sequence[BarMark], more: Sequence[Sequence[str]] = ()
 ) -> Chart:
-    """Return a stacked bar with its table: name, size, share and ``more`` cells of each part."""
+    """Return a stacked bar with its table: name, size, share and, if any, ``more`` cells of each part."""
     total = sum(part.size for part in parts)
     whole = max([total, *(mark.at for mark in marks)]) * 1.005
-    draw, cells = drawings(), list(more) or [()] * len(parts)
+    draw, cells = drawings(), more or [()] * len(parts)
     return Chart(
         draw_stack(title, parts, whole, marks, key),
         tuple((draw.icon(draw.rule(mark.kind)), mark.name) for mark in marks),
@@ -423,34 +423,27 @@ def _memory(report: Report, best: BestView, prediction: MemoryPrediction) -> Cha
 def _times(best: BestView, step: StepTime) -> Chart:
     """Return the chart of GPU time in a step of the winner: predicted parts, measured total."""
     measured = best.measured
-    told_apart = dict(measured.gpu_seconds_by_kind or ())
-    predicted = merge_kinds(step.gpu_seconds_by_kind) if told_apart else step.gpu_seconds_by_kind
+    measured_kinds = merge_kinds(dict(measured.gpu_seconds_by_kind or ()))
+    predicted = merge_kinds(step.gpu_seconds_by_kind) if measured_kinds else step.gpu_seconds_by_kind
     kinds = sorted(predicted.items(), key=lambda kind: -kind[1])
+    shown = [(name, seconds) for name, seconds in kinds[:_MOST_KINDS] if seconds > 0]
     parts = [
         Part(name.replace("_", " "), seconds, series_class(number), format_seconds(seconds))
-        for number, (name, seconds) in enumerate(kinds[:_MOST_KINDS])
-        if seconds > 0
+        for number, (name, seconds) in enumerate(shown)
     ]
-    seen = {kind.replace("_", " "): seconds for kind, seconds in merge_kinds(told_apart).items()}
+    measured_seconds = [measured_kinds.get(name, 0.0) for name, _ in shown]
+    whole = sum(measured_kinds.values())
     rest = sum(seconds for _, seconds in kinds[_MOST_KINDS:])
     if rest > 0:
-        others = sum(seen.values()) - sum(seen.get(part.name, 0.0) for part in parts)
         parts.append(Part("all other", rest, "spare", format_seconds(rest)))
-        seen = seen and {**seen, "all other": others}
+        measured_seconds.append(whole - sum(measured_seconds))
     busy = best.limit.gpu_busy_share
     computes = None if busy is None else busy * measured.step_seconds
     marks = [BarMark(f"measured step {format_seconds(measured.step_seconds)}", measured.step_seconds, "ceiling-line")]
     if computes is not None:
         marks.append(BarMark(f"GPU computes, measured {format_seconds(computes)}", computes, "mark"))
-    whole = sum(told_apart.values())
-    measured_seconds = [seen.get(part.name, 0.0) for part in parts] if seen else []
-    chart = _stack(
-        "The GPU's time in a step",
-        "time",
-        parts,
-        marks,
-        [(format_seconds(each), f"{each / whole:.1%}") for each in measured_seconds],
-    )
+    added = [(format_seconds(each), f"{each / whole:.1%}") for each in measured_seconds] if measured_kinds else []
+    chart = _stack("The GPU's time in a step", "time", parts, marks, added)
     compared = [("A step", step.seconds, measured.step_seconds), ("the GPU computes", step.gpu_seconds, computes)]
     told = "; ".join(
         f"{name} {format_seconds(guess)} predicted"
