@@ -15,17 +15,21 @@ import time
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import click
 
+from autotune import __version__
 from autotune.cli.options import table_options
 from autotune.cli.output import print_json, print_lines
-from autotune.core.errors import AutotuneError, NotReadyError
-
-if TYPE_CHECKING:
-    from autotune.devices.health import Check
+from autotune.core.code_interface import PROTECTED
+from autotune.core.errors import AutotuneError, InvalidRequestError, NotReadyError
+from autotune.core.schema import encode
+from autotune.devices.health import Check, Diagnosis, disk_check, gpu_checks, host_checks
+from autotune.devices.listing import list_devices
+from autotune.space.features import OPTIONAL, require_compiler, version_of
+from autotune.store.location import resolve_location, shown_location
 
 # A choice: torch is imported in two seconds, and on a machine that does not answer the other checks still count.
 _WAIT_SECONDS = 30.0
@@ -51,15 +55,13 @@ def doctor(ctx: click.Context, /, storage: str, as_json: bool) -> None:
     until = time.monotonic() + _HUB_SECONDS
     with ThreadPoolExecutor() as pool:
         torch, protection = pool.submit(_torch), pool.submit(_protection)
-        checks = [_python(), *quick_checks(storage), *torch_checks(torch.result()), *_compilers(), _extras()]
+        python = Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
+        checks = [python, *quick_checks(storage), *torch_checks(torch.result()), *_compilers(), _extras()]
         checks += [protection.result(), _database(storage)]
     asking.join(max(0.0, until - time.monotonic()))
     checks.append(_hub(is_reached=True in is_reached))
     wrong = [check for check in checks if check.state == "wrong"]
     if as_json:
-        from autotune.core.schema import encode
-        from autotune.devices.health import Diagnosis
-
         print_json(encode(Diagnosis(not wrong, tuple(checks))))
         ctx.exit(NotReadyError.exit_code if wrong else 0)
     width = max(len(check.name) for check in checks)
@@ -79,8 +81,6 @@ def quick_checks(storage: str, uuids: Collection[str] | None = None) -> Iterator
 
     ``uuids`` selects the GPUs: ``None`` means all, an empty list none.
     """
-    from autotune.devices.health import disk_check, gpu_checks, host_checks
-
     yield from _installation()
     if uuids is None or uuids:
         yield from gpu_checks(uuids)
@@ -99,9 +99,6 @@ def say_what_is_wrong(storage: str, uuids: Collection[str] | None) -> None:
 
 def torch_checks(said: dict[str, Any]) -> Iterator[Check]:
     """Yield checks of torch on the GPUs that NVML lists; ``said`` is the output of torch's process."""
-    from autotune.devices.health import Check
-    from autotune.devices.listing import list_devices
-
     if "version" not in said:
         yield Check("torch", "wrong", said["error"], "install it again: pip install --force-reinstall torch")
         return
@@ -117,22 +114,19 @@ def torch_checks(said: dict[str, Any]) -> Iterator[Check]:
         least = _LEAST_DRIVER.get(cuda.partition(".")[0])
         driver = (gpus[0].driver or "").partition(".")[0]
         is_old = least is not None and driver.isdecimal() and int(driver) < least
-        cure = (
-            f"update the driver to {least} or newer, or install a torch for an older CUDA"
-            if is_old
-            else ("nvidia-smi and python -c 'import torch; torch.zeros(1).cuda()' show the same: see to the driver")
-        )
+        cure = "nvidia-smi and python -c 'import torch; torch.zeros(1).cuda()' show the same: see to the driver"
+        if is_old:
+            cure = f"update the driver to {least} or newer, or install a torch for an older CUDA"
         yield Check("torch", "wrong", f"{found}: {said['error'] or 'it finds no GPU'}", cure)
     else:
         # Checked only here, since torch tells no architectures where CUDA did not start.
-        foreign = [gpu for gpu in gpus if gpu.capability and not _is_built_for(gpu.capability, said["architectures"])]
-        for gpu in foreign[:1]:
-            assert gpu.capability is not None
-            number = ".".join(map(str, gpu.capability))
-            cure = "install a torch that is built for it, as pytorch.org says"
-            yield Check("torch", "wrong", f"{found} has no code for {gpu.name} (compute capability {number})", cure)
-        if not foreign:
-            yield Check("torch", "ok", found)
+        for gpu in gpus:
+            if gpu.capability and not _is_built_for(gpu.capability, said["architectures"]):
+                number = ".".join(map(str, gpu.capability))
+                cure = "install a torch that is built for it, as pytorch.org says"
+                yield Check("torch", "wrong", f"{found} has no code for {gpu.name} (compute capability {number})", cure)
+                return
+        yield Check("torch", "ok", found)
 
 
 def _is_built_for(capability: tuple[int, int], architectures: list[str]) -> bool:
@@ -169,17 +163,8 @@ def _torch() -> dict[str, Any]:
     return {"error": f"its process ended with {ended.returncode} while it was imported"}
 
 
-def _python() -> Check:
-    from autotune.devices.health import Check
-
-    return Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
-
-
 def _installation() -> Iterator[Check]:
     """Yield the installed version, and a conflict with another project of this name."""
-    from autotune import __version__
-    from autotune.devices.health import Check
-
     yield Check("autotune", "ok", __version__)
     other = next(iter(importlib.metadata.distributions(name="autotune")), None)
     if other is not None:
@@ -190,11 +175,6 @@ def _installation() -> Iterator[Check]:
 
 def _compilers() -> Iterator[Check]:
     """Yield checks of compilers for ``torch.compile``."""
-    from autotune.core.errors import InvalidRequestError
-    from autotune.devices.health import Check
-    from autotune.devices.listing import list_devices
-    from autotune.space.features import require_compiler, version_of
-
     try:
         require_compiler(list_devices()[0].kind, "torch.compile")
     except InvalidRequestError as error:
@@ -206,9 +186,6 @@ def _compilers() -> Iterator[Check]:
 
 def _extras() -> Check:
     """Return a check of optional packages and their versions."""
-    from autotune.devices.health import Check
-    from autotune.space.features import OPTIONAL, version_of
-
     versions = {package: version_of(package) for package in (*OPTIONAL, "fastapi", "psycopg", "ray", "mcp")}
     there = [f"{package} {version}" for package, version in versions.items() if version]
     missing = [package for package, version in versions.items() if not version]
@@ -217,8 +194,6 @@ def _extras() -> Check:
 
 def _protection() -> Check:
     """Return a check of the file protection in trials of the user's code."""
-    from autotune.core.code_interface import PROTECTED
-    from autotune.devices.health import Check
     from autotune.execution.oneshot import find_protection
 
     found = find_protection()
@@ -231,8 +206,6 @@ def _protection() -> Check:
 def _hub(*, is_reached: bool) -> Check:
     """Return a check whether models and data can be downloaded."""
     from huggingface_hub import constants
-
-    from autotune.devices.health import Check
 
     if constants.HF_HUB_OFFLINE:
         return Check("hub", "ok", "switched off (HF_HUB_OFFLINE): catalog models, folders and cached models work")
@@ -261,8 +234,6 @@ def _reaches_hub() -> bool:
 
 def _folder_of(storage: str) -> Path | None:
     """Return the folder of a SQLite file; ``None`` for a server's database, or an invalid location."""
-    from autotune.store.location import resolve_location
-
     try:
         path = resolve_location(storage).path
     except AutotuneError:
@@ -273,9 +244,6 @@ def _folder_of(storage: str) -> Path | None:
 
 def _database(storage: str) -> Check:
     """Return a check whether the database of studies is usable, without changing it."""
-    from autotune.devices.health import Check
-    from autotune.store.location import resolve_location, shown_location
-
     name = shown_location(storage)
     try:
         path = resolve_location(storage).path

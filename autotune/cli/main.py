@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from autotune import __version__
-from autotune.cli.output import as_printed, broken
+from autotune.cli.output import as_printed, wrapped
 from autotune.core import errors
 from autotune.core.errors import AutotuneError
 
@@ -101,9 +101,12 @@ class _LazyGroup(click.Group):
 
 def say_error(message: str, hint: str = "") -> None:
     """Print an error on stderr: the problem in one line, the hint in another."""
-    for line in (f"autotune: error: {_one_line(message)}", *([f"  {_one_line(hint)}"] if hint else [])):
-        is_terminal = sys.stderr is not None and sys.stderr.isatty()
-        click.echo(broken(line, get_terminal_size().columns) if is_terminal else line, err=True)
+    lines = [f"autotune: error: {_one_line(message)}"]
+    if hint:
+        lines.append(f"  {_one_line(hint)}")
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    for line in lines:
+        click.echo(wrapped(line, get_terminal_size().columns) if is_terminal else line, err=True)
 
 
 def _one_line(text: str) -> str:

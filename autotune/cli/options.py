@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 from autotune.core.arguments import with_levers
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.option_kinds import FLAG, GIVEN_LEVERS, SCRIPT, Kind
-from autotune.core.options import BY_NAME, OPTIONS, USUAL, Option, options_of, values_of
+from autotune.core.options import BY_NAME, OPTIONS, USUAL, Option, names_of_levers, options_of, values_of
 
 Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -54,8 +54,6 @@ def _studies(ctx: click.Context) -> Iterable[tuple[str, str]]:
 
 
 def _levers(ctx: click.Context) -> Iterable[tuple[str, str]]:
-    from autotune.core.options import BY_NAME, names_of_levers
-
     return ((name, BY_NAME[name].help) for name in names_of_levers(ctx.command.name or ""))
 
 
@@ -128,15 +126,19 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
         return click.argument(option.name, nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
     names, kind = (option.own_flag, option.name), option.kind
     help_text = option.help_in.get(command, option.help)
-    if option.kind is GIVEN_LEVERS:
+    if kind is GIVEN_LEVERS:
         complete = COMPLETERS[option.name]
         return click.option(*names, multiple=True, help=help_text, metavar=option.metavar, shell_complete=complete)
-    if option.kind is FLAG:
+    if kind is FLAG:
         return click.option(*names, is_flag=True, flag_value=not option.default, default=option.default, help=help_text)
-    is_text = kind.parse is str and kind.json is str
+    values: click.ParamType[Any] = _Parsed(kind)
+    if kind.name == "choice":
+        values = click.Choice(kind.choices)
+    elif kind.parse is str and kind.json is str:
+        values = click.STRING
     return click.option(
         *names,
-        type=click.Choice(kind.choices) if kind.name == "choice" else str if is_text else _Parsed(kind),
+        type=values,
         help=help_text,
         cls=_LeverFlag if option.is_lever else click.Option,
         hidden=option.is_lever,
@@ -195,18 +197,20 @@ class SectionedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         left = {str(param.name): param.get_help_record(ctx) for param in self.get_params(ctx)}
-        for heading, names in self.sections.items():
-            records = [left.pop(name) for name in names]
+        sections = self.sections
+        for heading, names in sections.items():
+            shown = {name: record for name in names if (record := left.pop(name)) is not None}
             if not ctx.meta.get(_ALL):
-                told = ((name, record) for name, record in zip(names, records, strict=True) if record)
-                is_brief = self.name == "search"
-                records = [(one, USUAL[name] if is_brief else text) for name, (one, text) in told if name in USUAL]
-            if heading == list(self.sections)[-1]:
-                records += left.values()
-            if not any(records):
-                continue
-            with formatter.section(heading):
-                formatter.write_dl([record for record in records if record], col_max=28)
+                shown = {name: record for name, record in shown.items() if name in USUAL}
+                if self.name == "search":
+                    shown = {name: (flag, USUAL[name]) for name, (flag, _) in shown.items()}
+            records = list(shown.values())
+            if heading == list(sections)[-1]:
+                # Those without a section, such as --help.
+                records += [record for record in left.values() if record is not None]
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records, col_max=28)
 
 
 def service_of(ctx: click.Context) -> str | None:

@@ -52,26 +52,19 @@ def as_printed(text: object) -> str:
 _KEPT_TOGETHER = re.compile(r"(?<=\d) (?=\()")
 
 
-def broken(text: str, columns: int) -> str:
+def wrapped(text: str, columns: int) -> str:
     """Return text with its lines wrapped between words to ``columns``; continuation lines are indented by four more.
 
     A number and its interval stay on one line, and so does a word that is longer than a line.
     """
     lines: list[str] = []
     for line in text.split("\n"):
+        if len(line) <= columns:
+            lines.append(line)
+            continue
         indent = " " * (len(line) - len(line.lstrip()) + 4)
-        fits = len(line) <= columns
-        lines += (
-            [line]
-            if fits
-            else wrap(
-                _KEPT_TOGETHER.sub("\0", line),
-                columns,
-                subsequent_indent=indent,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-        )
+        glued = _KEPT_TOGETHER.sub("\0", line)
+        lines += wrap(glued, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")
 
 
@@ -84,7 +77,7 @@ def terminal_columns() -> int | None:
 def print_lines(lines: Iterable[str]) -> None:
     """Print lines on stdout, wrapped to the width of a terminal."""
     text, columns = as_printed("\n".join(lines)), terminal_columns()
-    click.echo(text if columns is None else broken(text, columns))
+    click.echo(text if columns is None else wrapped(text, columns))
 
 
 def print_json(document: Any) -> None:

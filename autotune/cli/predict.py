@@ -55,11 +55,10 @@ def predict(
     from autotune.results.prediction_text import accuracy_lines, prediction_lines
 
     gpus = [gpu_view(document) for document in predicted["gpus"]]
-    # What is not predicted may fit.
-    fits = any(arm.fitting or not arm.batches for gpu in gpus for arm in gpu.arms)
     unfit = [gpu.gpu for gpu in gpus if not any(arm.fitting for arm in gpu.arms)]
-    if fail_if_not_fit:
-        fits = not unfit
+    # What is not predicted may fit.
+    may_fit = any(arm.fitting or not arm.batches for gpu in gpus for arm in gpu.arms)
+    fits = not unfit if fail_if_not_fit else may_fit
     if as_json:
         print_json(predicted)
         ctx.exit(0 if fits else NothingFitsError.exit_code)

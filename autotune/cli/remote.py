@@ -48,19 +48,26 @@ def search_remotely(server: str, given: Mapping[str, Any], *, as_json: bool) -> 
 
     Raises the search's errors. Ctrl-C stops watching; the search continues.
     """
-    for name in (*BRINGS_CODE, "storage", "wait"):
+    for name in BRINGS_CODE:
         if given.get(name):
             option = "the script" if name == "script" else f"--{name}"
-            if name in BRINGS_CODE:
-                hint = (
-                    "leave --server out on the machine itself, or ask its operator to list it and name it with --code"
-                )
-                raise InvalidRequestError(f"{option} brings code, and a service takes no code over HTTP", hint)
-            raise InvalidRequestError(f"{option} cannot be used with --server", f"leave {option} or --server out")
+            raise InvalidRequestError(
+                f"{option} brings code, and a service takes no code over HTTP",
+                "leave --server out on the machine itself, or ask its operator to list it and name it with --code",
+            )
+    _refuse_with_server(given, "storage", "wait")
     client = Client(server)
     asked = {name: json_value(value) for name, value in given.items() if name not in ("as_json", "server")}
     search = client.request("POST", "/v1/searches", asked)
     follow_to_the_end(client, search, as_json=as_json)
+
+
+def _refuse_with_server(given: Mapping[str, Any], *names: str) -> None:
+    """Raise ``InvalidRequestError`` where one of these options is given."""
+    for name in names:
+        if given.get(name):
+            option = f"--{name.replace('_', '-')}"
+            raise InvalidRequestError(f"{option} cannot be used with --server", f"leave {option} or --server out")
 
 
 def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_json: bool) -> None:
@@ -125,10 +132,7 @@ def search_on_cluster(
 
 def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Document:
     """Return a service's prediction or advice; ``given`` are the command-line options."""
-    for name in ("storage", "gpu_spec", "prices"):
-        if given.get(name):
-            option = f"--{name.replace('_', '-')}"
-            raise InvalidRequestError(f"{option} cannot be used with --server", f"leave {option} or --server out")
+    _refuse_with_server(given, "storage", "gpu_spec", "prices")
     shown = ("as_json", "server", "all_batches", "anatomy", "fail_if_not_fit")
     asked = {name: json_value(value) for name, value in given.items() if name not in shown}
     predicted: Document = Client(server).request("POST", path, asked, timeout_seconds=_PREDICT_SECONDS)

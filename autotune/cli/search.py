@@ -111,12 +111,9 @@ def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> No
     )
     if document["predicted"] is None:
         print_lines(["predicted       nothing, on a CPU: trials find out what fits"])
-    else:
-        print_lines(
-            prediction_lines(
-                [gpu_view(document["predicted"])], all_batches=False, anatomy=False, columns=terminal_columns()
-            )
-        )
+        return
+    predicted = gpu_view(document["predicted"])
+    print_lines(prediction_lines([predicted], all_batches=False, anatomy=False, columns=terminal_columns()))
 
 
 def search_and_print(

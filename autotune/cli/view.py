@@ -12,7 +12,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from autotune.cli.output import as_printed, broken
+from autotune.cli.output import as_printed, wrapped
 from autotune.core.units import format_seconds
 from autotune.tuning.narrator import Narrator
 
@@ -38,7 +38,8 @@ class ConsoleView(ABC):
         """Print a line without control characters, wrapped on a terminal."""
         self._printed = time.monotonic()
         text = as_printed(text)
-        text = broken(text, self._console.width) if self._console.is_terminal else text
+        if self._console.is_terminal:
+            text = wrapped(text, self._console.width)
         self._console.print(text, style=style, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def __rich__(self) -> Text:

@@ -15,7 +15,7 @@ import warm
 from command_line import TINY_SEARCH, Studied, command, environment, run_process
 from processes import wait_until
 
-from autotune.cli.output import broken
+from autotune.cli.output import wrapped
 
 
 def test_the_document_tells_what_was_measured(studied: Studied) -> None:
@@ -134,7 +134,7 @@ def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
 
 
 def test_a_number_is_not_parted_from_its_interval() -> None:
-    assert broken("* bf16  67.0 (41.5–107.3)", 22) == "* bf16\n    67.0 (41.5–107.3)"
+    assert wrapped("* bf16  67.0 (41.5–107.3)", 22) == "* bf16\n    67.0 (41.5–107.3)"
 
 
 def test_a_terminal_shows_no_line_that_is_wider(studied: Studied, tmp_path: Path) -> None:
