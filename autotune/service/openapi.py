@@ -248,10 +248,13 @@ def describe_api(app: FastAPI) -> Document:
 
 def _complete_arrays(schema: Any) -> None:
     """Add ``items`` to arrays, as client generators require: the first of ``prefixItems``, else any type."""
-    if isinstance(schema, dict) and schema.get("type") == "array":
-        schema["items"] = schema.get("items") or schema.get("prefixItems", [{}])[0]
-    for each in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        _complete_arrays(each)
+    if isinstance(schema, dict):
+        if schema.get("type") == "array":
+            schema["items"] = schema.get("items") or schema.get("prefixItems", [{}])[0]
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for each in schema:
+            _complete_arrays(each)
 
 
 def _refusals(method: str, path: str) -> list[int | str]:
@@ -296,7 +299,11 @@ def _options_schema(names: Sequence[str]) -> Document:
 
 def _values(kind: Kind) -> Document:
     """Return the schema of an option's values, with text where the command line's form is accepted."""
-    word: Document = {"type": "string", **({"enum": list(kind.choices)} if kind.choices else {})}
+    word: Document = {"type": "string"}
+    if kind.choices:
+        word["enum"] = list(kind.choices)
+    if kind is LEVERS:
+        return {"anyOf": [word, {"type": "object"}]}
     listed = {"anyOf": [{"type": "array", "items": word}, {"type": "string"}]}
     known: dict[str, Document] = {
         "flag": {"type": "boolean"},
@@ -306,7 +313,5 @@ def _values(kind: Kind) -> Document:
         "list|auto": listed,
         "n,…": {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "integer"}]},
     }
-    numbers = {"anyOf": [{"type": "number"}, {"type": "string"}]}
-    if kind is LEVERS:
-        return {"anyOf": [word, {"type": "object"}]}
-    return known.get(kind.name) or (numbers if kind.json in (int, float) or "size" in kind.name else word)
+    is_number = kind.json in (int, float) or "size" in kind.name
+    return known.get(kind.name, {"anyOf": [{"type": "number"}, {"type": "string"}]} if is_number else word)

@@ -229,14 +229,13 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
         )
     gpu, memory_bytes, count = asked.get("gpu"), asked.get("memory_bytes"), asked.get("count", 1)
     kind: str | None = None
-    if device is not None:
-        word = device.strip().lower()
-        if word == "cpu":
-            kind = "cpu"
-        elif word == "cuda" or word.startswith("cuda:"):
-            kind = "cuda"
-        else:
-            gpu = gpu or word
+    word = device.strip().lower() if device is not None else None
+    if word in ("cpu", "cuda"):
+        kind = word
+    elif word is not None and word.startswith("cuda:"):
+        kind = "cuda"
+    elif word is not None:
+        gpu = gpu or word
     if gpu is not None:
         if not isinstance(gpu, str) or not 1 <= len(gpu) <= _GPU_NAME_LENGTH or not gpu.isprintable() or "%" in gpu:
             raise InvalidRequestError(f"{gpu!r:.80} is not part of a GPU's name", "write it as h200, say")

@@ -242,7 +242,7 @@ class Runner:
             with contextlib.ExitStack() as stack:
                 if not self.engine.shares_storage:
                     self._hold(stack, job.study)
-                goes_on = not self._take_all(job, run)
+                goes_on = not self._record_until_end(job, run)
         except AttemptOverError:
             log.warning("what a former attempt said is left out", extra={"fields": _log_fields(job)})
         except StorageError as error:
@@ -273,7 +273,7 @@ class Runner:
                 log.warning("what a search says cannot be recorded now: %s", error)
                 time.sleep(_RETRY_SECONDS)
 
-    def _take_all(self, job: JobRecord, run: Run) -> bool:
+    def _record_until_end(self, job: JobRecord, run: Run) -> bool:
         """Record the messages of a run; return whether it ended before the service did."""
         heard = job.heard
         while True:
@@ -281,20 +281,16 @@ class Runner:
                 messages = run.messages(heard, _LISTEN_SECONDS)
             except AutotuneError as error:
                 messages = [Message(heard + 1, "end", {"state": "lost", "why": error.message})]
-            if not messages:
-                if self._is_closing and not self.engine.shares_storage:
-                    # It goes on without this service, which finds it again.
-                    return False
-                continue
-            end = self._record_until_it_is(job, messages)
-            heard = messages[-1].number
-            if end is not None:
-                return True
+            if messages:
+                heard = messages[-1].number
+                if self._record_with_retries(job, messages):
+                    return True
             if self._is_closing and not self.engine.shares_storage:
+                # It goes on without this service, which finds it again.
                 return False
 
-    def _record_until_it_is(self, job: JobRecord, messages: Sequence[Message]) -> Message | None:
-        """Record messages, retrying until the database accepts them; return the end message, if any.
+    def _record_with_retries(self, job: JobRecord, messages: Sequence[Message]) -> bool:
+        """Record messages, retrying until the database accepts them; return whether the run has ended.
 
         Until then nothing is acknowledged, so nothing is lost. Messages that were written without a confirmation are
         not written again. A refused record ends its search.
@@ -315,8 +311,8 @@ class Runner:
                     raise
                 time.sleep(_RETRY_SECONDS)
 
-    def _record(self, job: JobRecord, messages: Sequence[Message]) -> Message | None:
-        """Write messages in one transaction; return the end message, if any."""
+    def _record(self, job: JobRecord, messages: Sequence[Message]) -> bool:
+        """Write messages in one transaction; return whether the last of them is the end of the run."""
         events = [(each.kind, each.document) for each in messages if each.kind in EVENTS]
         statuses = [each.document for each in messages if each.kind == "status"]
         # An end is taken again where this process is killed before it is recorded.
@@ -334,11 +330,11 @@ class Runner:
                     keep_trial_log(self.storage, job.study, each.document)
                 except OSError as error:
                     log.warning("the log of a trial cannot be kept: %s", error)
-        end = messages[-1] if messages and messages[-1].kind == "end" else None
-        if end is not None:
-            self._take_end(job, end.document)
+        has_ended = bool(messages) and messages[-1].kind == "end"
+        if has_ended:
+            self._take_end(job, messages[-1].document)
         self.changes.notify(job.id)
-        return end
+        return has_ended
 
     def _take_end(self, job: JobRecord, end: Document) -> None:
         """Record the end of a run: the job has ended, or returns to the queue."""

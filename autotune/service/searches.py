@@ -204,27 +204,30 @@ class Searches:
         new = [job for job in finished if job.id not in self._result_lines]
         # One question for all.
         known = self.store.names_of({job.study for job in new}) if new else set()
-        found = {job.id: self._result_lines[job.id] for job in finished if job.id in self._result_lines}
         for job in new:
-            line = ""
+            line = None
             if VERIFIES in job.request:
-                shown = (self.verification(job) or {}).get("verification") or {}
-                verdict = shown.get("verdict")
-                told = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
-                line = told.get(verdict, f"the promise is {verdict}") if verdict else ""
+                line = self._line_of_verification(job)
             elif job.study in known:
                 line = self._line_of_study(job)
-            found[job.id] = line or "no result"
-            if line:
+            if line is not None:
                 # What has none may have one later: a study that goes on.
                 self._result_lines[job.id] = line
-        return found
+        return {job.id: self._result_lines.get(job.id, "no result") for job in finished}
 
-    def _line_of_study(self, job: JobRecord) -> str:
+    def _line_of_verification(self, job: JobRecord) -> str | None:
+        shown = (self.verification(job) or {}).get("verification")
+        if not shown:
+            return None
+        words = {"cannot_tell": "cannot tell", "faster": "faster than promised"}
+        return words.get(shown["verdict"], f"the promise is {shown['verdict']}")
+
+    def _line_of_study(self, job: JobRecord) -> str | None:
         report = self.report(job)
-        speed = report.speed(report.best)
-        told = f"{format_rate(speed.samples_per_second)} {rate_unit(report.workload)}, " if speed else ""
-        return told + report.best.candidate.describe() if report.best else ""
+        if report.best is None:
+            return None
+        words, speed = report.best.candidate.describe(), report.speed(report.best)
+        return f"{format_rate(speed.samples_per_second)} {rate_unit(report.workload)}, {words}" if speed else words
 
     def trials(self, job: JobRecord) -> list[Document]:
         """Return a job's trials in the format of ``--json``."""
@@ -238,22 +241,16 @@ class Searches:
         queued = [job for job in jobs if job.state == "queued"]
         hosts = self.engine.hosts() if queued else []
         ahead = self.store.queue.ahead_of(queued)
-        return [
-            self._describe(
-                job,
-                waits_for(job, hosts, ahead[job.id])
-                if job.state == "queued"
-                # Another program's search holds its device, or its study.
-                else (job.status or {}).get("waits_for"),
-            )
-            for job in jobs
-        ]
+        # A search that was started may wait for another program's, which holds its device or its study.
+        waits = {job.id: (job.status or {}).get("waits_for") for job in jobs}
+        waits |= {job.id: waits_for(job, hosts, ahead[job.id]) for job in queued}
+        return [self._describe(job, waits[job.id]) for job in jobs]
 
     def describe(self, job: JobRecord) -> SearchDocument:
         """Return a job as the API shows it."""
         return self.describe_all([job])[0]
 
-    def _describe(self, job: JobRecord, told: str | None) -> SearchDocument:
+    def _describe(self, job: JobRecord, waits: str | None) -> SearchDocument:
         path = f"/v1/searches/{job.id}"
         times = {name: getattr(job, name) for name in ("submitted_at", "started_at", "ended_at")}
         links = {name: f"{path}/{name}" for name in ("events", "trials", "report", "export")}
@@ -263,7 +260,7 @@ class Searches:
             | {name: None if moment is None else moment.isoformat() for name, moment in times.items()}
             | {
                 "needs": encode(job.needs),
-                "waits_for": told,
+                "waits_for": waits,
                 "cancel_asked": job.is_cancel_asked,
                 "links": {"self": path, **links, "page": f"/searches/{job.id}"},
             },
@@ -349,8 +346,8 @@ def _note(message: str, **fields: object) -> None:
 
 def waits_for(job: JobRecord, hosts: Sequence[Host], ahead: int) -> str:
     """Return what a queued job waits for: a device, or the jobs before it."""
-    if (told := unmet(job.needs, hosts)) is not None:
-        return told
+    if (missing := unmet(job.needs, hosts)) is not None:
+        return missing
     return "it is the next in the queue" if ahead == 0 else f"{ahead} before it in the queue"
 
 

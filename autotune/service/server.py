@@ -32,7 +32,6 @@ from autotune.store.opening import open_store
 from autotune.store.records import now
 from autotune.tuning.interruption import ending_signals
 
-DEFAULT_PORT = 8321
 # Listeners leave at the next poll; a request under way has so long to end.
 _SHUTDOWN_SECONDS = 5
 
@@ -45,7 +44,7 @@ class Settings:
 
     storage: str
     host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
+    port: int = 8321
     data_folders: tuple[Path, ...] = ()
     names: tuple[str, ...] = ()
     """Host names that it answers to, besides those of this machine."""
@@ -169,11 +168,7 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    server: _Server,
-    listener: socket.socket,
-    searches: Searches,
-    ready: Callable[[], None],
-    keep: timedelta | None = None,
+    server: _Server, listener: socket.socket, searches: Searches, ready: Callable[[], None], keep: timedelta | None
 ) -> None:
     """Run the HTTP server until a signal, then end the searches and close."""
     is_to_end = asyncio.Event()

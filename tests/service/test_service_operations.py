@@ -319,7 +319,7 @@ def test_a_service_answers_until_its_searches_have_ended(store: Store) -> None:
         engine = Answering(listener.getsockname()[1])
         searches = Searches(store, "a.db", engine)
         running = server._Server(uvicorn.Config(make_app(searches), log_config=None))
-        ended = server._run(running, listener, searches, end)
+        ended = server._run(running, listener, searches, end, None)
         asyncio.run(asyncio.wait_for(ended, 60))
     signal.signal(signal.SIGHUP, before)
     assert (engine.status, on_hangup) == (200, [signal.SIG_IGN])

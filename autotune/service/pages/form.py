@@ -33,8 +33,9 @@ def fields_of(job: JobRecord) -> dict[str, str]:
 
 def _device(needs: Needs) -> str | None:
     """Return the form's device for a job's needs; ``None`` for any."""
-    # With several GPUs, their count says that they are no CPU.
-    return needs.device_kind if needs.device_kind == "cpu" or needs.gpu is not None or needs.count == 1 else None
+    # Of several GPUs without a name, their count says that they are no CPU.
+    is_counted = needs.device_kind == "cuda" and needs.gpu is None and needs.count > 1
+    return None if is_counted else needs.device_kind
 
 
 def _text(name: str, value: Any) -> str:

@@ -99,7 +99,9 @@ def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: s
     report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
     has_result = report is not None and job.state in ENDED and report.best is not None
     made = make_export(report) if report is not None and has_result else None
-    run = latest_run(searches, job.study) if has_result else job if is_verification else None
+    run = job if is_verification else None
+    if has_result:
+        run = latest_run(searches, job.study)
     return frame.render(
         "search_parts.html",
         job=job,
