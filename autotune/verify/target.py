@@ -85,8 +85,9 @@ def mean_speed(samples_per_second: float, stretches: Sequence[float]) -> Interva
     seconds = [1 / speed for speed in stretches]
     mean = math.fsum(seconds) / len(seconds)
     least, most = _ends_of_mean(seconds)
+    # In their order, since neighbours may be slow together.
     slowest = seconds.index(max(seconds))
-    least_without_slowest, _ = _ends_of_mean(seconds[:slowest] + seconds[slowest + 1 :])
+    least_without_slowest, _ = _ends_of_mean([*seconds[:slowest], *seconds[slowest + 1 :]])
     least = max(least, least_without_slowest)
     high = samples_per_second * mean / least if least else math.inf
     return Interval(samples_per_second, samples_per_second * mean / most, high)

@@ -55,12 +55,11 @@ class Verification:
 
     def __str__(self) -> str:
         """Return the result in one line, for a notebook."""
-        promised, obtained = self.promise.mean, self.samples_per_second or 0.0
         verdict = "; ".join(self.misses()) or self.verdict().replace("_", " ")
-        peak, most = format_bytes(self.training_peak_bytes or 0), format_bytes(self.promised_peak_bytes)
         return (
-            f"{self.target.report.study.name}: {format_rate(obtained)} {self.rate_unit} of {format_rate(promised)} "
-            f"promised, peak {peak} of {most}: {verdict}"
+            f"{self.target.report.study.name}: {format_rate(self.samples_per_second or 0.0)} {self.rate_unit} of "
+            f"{format_rate(self.promise.mean)} promised, peak {format_bytes(self.training_peak_bytes or 0)} of "
+            f"{format_bytes(self.promised_peak_bytes)}: {verdict}"
         )
 
     # The default representation would print a whole study.
@@ -142,14 +141,16 @@ class Verification:
         return self.peak_bytes("allocated" if self.judges_allocated else "reserved")
 
     def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
-        """Return the steps' peak before the evaluation, or the peak at the end if that is above the checkpoint's."""
-        peaks = self.obtained.peak_bytes
+        """Return the steps' peak, without the evaluation's and the checkpoint's; ``None`` where the run failed.
+
+        Peaks only grow in a run: one above that of the pauses is the steps' own, else the one before them counts.
+        """
+        peaks = {moment: int(getattr(peak, kind)) for moment, peak in self.obtained.peak_bytes.items()}
         if not peaks:
             return None
-        last = peaks["end"]
-        paused = peaks.get("save", peaks.get("evaluate", last))
-        before, save, end = (getattr(peak, kind) for peak in (peaks.get("before", last), paused, last))
-        return int(end if end > save else before)
+        end = peaks["end"]
+        after_pauses = peaks.get("save", peaks.get("evaluate", end))
+        return end if end > after_pauses else peaks.get("before", end)
 
     @property
     def promised_peak_bytes(self) -> int:
@@ -203,8 +204,10 @@ class Verification:
     def why(self) -> str | None:
         """Return why the intervals are inconclusive, or by how much the run is faster; ``None`` for other verdicts."""
         promise, speed = self.promise, self.speed
-        verdict = None if speed is None else compare(promise, speed)
-        if speed is None or verdict in ("kept", "missed"):
+        if speed is None:
+            return None
+        verdict = compare(promise, speed)
+        if verdict in ("kept", "missed"):
             return None
         obtained, promised = f"{describe_speed(speed)} {self.rate_unit}", describe_ends(promise)
         if verdict == "faster":
@@ -297,9 +300,9 @@ def notes(verification: Verification) -> list[str]:
     """Return notes that limit the validity of the comparison."""
     notes, recorded = [], verification.target.report.environment["packages"]
     changed = [
-        f"{name} {version or 'none'}, now {now or 'none'}"
+        f"{name} {recorded.get(name) or 'none'}, now {now or 'none'}"
         for name, now in verification.obtained.packages.items()
-        if (version := recorded.get(name)) != now
+        if recorded.get(name) != now
     ]
     if changed:
         notes.append(f"the study was measured with {'; '.join(changed)}")
@@ -312,14 +315,14 @@ def notes(verification: Verification) -> list[str]:
             f"allows for their extra time ({format_rate(verification.steady_promise.mean)} without it)"
         )
     reserved = verification.peak_bytes("reserved") or 0
-    graphed = replays_graphs(verification.target.best.candidate.arm)
-    if (graphed or verification.target.has_data) and reserved > line_bytes:
-        kept = f"the allocator kept {format_bytes(reserved)} reserved for"
-        above = f"above the {format_bytes(line_bytes)} that leave the headroom"
+    has_graphs = replays_graphs(verification.target.best.candidate.arm)
+    if (has_graphs or verification.target.has_data) and reserved > line_bytes:
+        what, until = "batches of other lengths", "under its cap it frees that"
+        if has_graphs:
+            what, until = "CUDA graphs", "their pool is kept while the training lasts"
         notes.append(
-            f"{kept} CUDA graphs, {above}; their pool is kept while the training lasts"
-            if graphed
-            else f"{kept} batches of other lengths, {above}; under its cap it frees that"
+            f"the allocator kept {format_bytes(reserved)} reserved for {what}, above the {format_bytes(line_bytes)} "
+            f"that leave the headroom; {until}"
         )
     peak = verification.training_peak_bytes or 0
     if verification.slack_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):
