@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,45 +188,46 @@ def test_a_script_in_one_text_is_refused_with_its_words() -> None:
 
 
 class AskedError(Exception):
-    """Stands for a search that would begin."""
+    """Stands for a search that would begin; its arguments are the request and the storage."""
+
+
+Ask = Callable[..., tuple[Any, str]]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Request and storage of each search that would begin."""
-    found: list[Any] = []
+def ask(monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """A function that returns request and storage of the search that would begin on the CPU."""
 
     def begin(request: Any, storage: str, *_: Any, **__: Any) -> None:
-        found.extend((request, storage))
-        raise AskedError
+        raise AskedError(request, storage)
+
+    def ask(*words: Any, **options: Any) -> tuple[Any, str]:
+        with pytest.raises(AskedError) as asked:
+            api.search(*words, device="cpu", **options)
+        request, storage = asked.value.args
+        return request, storage
 
     monkeypatch.setattr(api, "run_search", begin)
-    return found
+    return ask
 
 
-def test_paths_are_taken_wherever_text_is(asked: list[Any], tmp_path: Path) -> None:
+def test_paths_are_taken_wherever_text_is(ask: Ask, tmp_path: Path) -> None:
     """Model, data, tokenizer, storage; a script's words, a trainer's file."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(resolve_model("bert-tiny").config))
     (data := tmp_path / "rows.jsonl").write_text('{"text": "one", "label": 0}\n')
-    with pytest.raises(AskedError):
-        api.search(model, 8, dataset=data, tokenizer=model, device="cpu", storage=tmp_path / "a.db")
-    request, storage = asked
+    request, storage = ask(model, 8, dataset=data, tokenizer=model, storage=tmp_path / "a.db")
     assert (request.workload.model, storage) == (str(model), str(tmp_path / "a.db"))
     assert (request.workload.data.source, request.workload.data.tokenizer) == (str(data), str(model))
     for own in ({"script": ["python", BUILD, Path("out")]}, {"trainer": BUILD}):
-        asked.clear()
-        with pytest.raises(AskedError):
-            api.search(effective_batch=8, device="cpu", **own)
-        assert asked[0].workload.source.file == str(BUILD)
-        assert asked[0].workload.source.argv == (("out",) if "script" in own else ())
+        source = ask(effective_batch=8, **own)[0].workload.source
+        assert source.file == str(BUILD)
+        assert source.argv == (("out",) if "script" in own else ())
 
 
-def test_numbers_are_what_they_are_on_the_command_line(asked: list[Any]) -> None:
-    with pytest.raises(AskedError):
-        api.search("bert-tiny", np.int64(8), headroom=0.05, time_budget=90, tolerance="2%", device="cpu")  # type: ignore[arg-type]
-    request = asked[0]
+def test_numbers_are_what_they_are_on_the_command_line(ask: Ask) -> None:
+    request, _ = ask("bert-tiny", np.int64(8), headroom=0.05, time_budget=90, tolerance="2%")
     assert type(request.effective_batch) is int
     assert (request.effective_batch, request.headroom.fraction) == (8, 0.05)
     assert (request.time_budget_seconds, request.tolerance) == (90.0, 0.02)
@@ -242,10 +244,8 @@ def renamed(overrides: dict[str, Any]) -> None:
 original, renamed = renamed, build  # type: ignore[assignment]
 
 
-def test_a_trainer_may_be_a_function_of_a_file(asked: list[Any]) -> None:
-    with pytest.raises(AskedError):
-        api.search(effective_batch=8, trainer=build, device="cpu")
-    source = asked[0].workload.source
+def test_a_trainer_may_be_a_function_of_a_file(ask: Ask) -> None:
+    source = ask(effective_batch=8, trainer=build)[0].workload.source
     assert (source.kind, source.file, source.function) == ("build", str(Path(__file__).resolve()), "build")
 
 
@@ -338,10 +338,10 @@ def test_a_search_may_end_with_a_stock_run(tmp_path: Path) -> None:
     assert len(best.splitlines()) == len(verification.splitlines()) == 1
 
 
-def test_what_is_not_verified_is_refused_before_the_search(asked: list[Any]) -> None:
+@pytest.mark.usefixtures("ask")
+def test_what_is_not_verified_is_refused_before_the_search() -> None:
     with pytest.raises(InvalidRequestError, match="--verify after a search with your own code"):
         api.search(effective_batch=8, trainer=BUILD, device="cpu", verify=True)
-    assert asked == []
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,6 +224,4 @@ def test_near_names_of_a_gpu_with_a_price_are_told() -> None:
     ],
 )
 def test_what_is_missing_or_wrong_is_named(words: tuple[str, ...], told: str, run: Run) -> None:
-    ran = run(*words)
-    assert ran.code == 2
-    assert told in ran.stderr
+    check_error(run(*words), 2, told)

@@ -10,6 +10,7 @@ import pytest
 import warm
 from command_line import ROOT, TINY_MODEL, Ran, Run, environment, run_process
 from own_data import samples, texts, write_jsonl, write_tokenizer
+from test_cli_errors import check_error
 
 from autotune.core.units import MIB
 
@@ -203,10 +204,7 @@ REFUSED_AT_ONCE = [
 def test_bad_options_are_refused_before_anything_starts(run: Run, folder: Path, options: str, words: str) -> None:
     write_jsonl(folder / "a.jsonl", samples([3]))
     (folder / "empty.csv").touch()
-    ran = run("search", "--model", "bert-tiny", "--device", "cpu", *options.split())
-    assert ran.code == 2
-    assert words in ran.stderr
-    assert len(ran.stderr.splitlines()) == 2
+    check_error(run("search", "--model", "bert-tiny", "--device", "cpu", *options.split()), 2, words)
     assert sorted(path.name for path in folder.iterdir()) == ["a.jsonl", "empty.csv"]
 
 
@@ -245,12 +243,5 @@ def test_bad_data_is_refused_before_any_trial(tmp_path: Path) -> None:
         ("--dataset pairs.jsonl --tokenizer tokenizer --text-column a", ("a, b, stars", "--label-column")),
         ("--dataset few.jsonl --tokenizer nowhere", ("no tokenizer in nowhere", "--tokenizer")),
     ):
-        ran = run_process(*SEARCH, "--effective-batch", "16", *options.split(), folder=tmp_path)
-        assert ran.code == 2, ran.stderr
-        assert not ran.stdout
-        error = [line for line in ran.stderr.splitlines() if not line.startswith(("starting", "reading"))]
-        assert len(error) == 2
-        assert error[0].startswith("autotune: error: ")
-        for word in words:
-            assert word in ran.stderr
+        check_error(run_process(*SEARCH, "--effective-batch", "16", *options.split(), folder=tmp_path), 2, *words)
         assert sorted(path.name for path in tmp_path.iterdir()) == before, "nothing is left behind"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from command_line import run_process
 from own_data import PLACE, texts, write_jsonl, write_pictures, write_processor
+from test_cli_errors import check_error
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 transformers = pytest.importorskip("transformers")
@@ -65,9 +66,5 @@ def test_what_cannot_be_trained_on_is_refused_before_any_trial(place: Path) -> N
         ((*named, "--images", "2"), ("--images 2 is for synthetic samples", "leave --images out")),
     ):
         ran = run_process(*SEARCH, *options, folder=place)
-        assert ran.code == 2, ran.stderr
-        error = [line for line in ran.stderr.splitlines() if not line.startswith(("starting", "reading"))]
-        assert len(error) == 2, error
-        for word in words:
-            assert word in ran.stderr
+        check_error(ran, 2, *words)
         assert sorted(path.name for path in place.iterdir()) == before, "nothing is left behind"

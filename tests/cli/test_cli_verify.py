@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from command_line import COLD, Ran, Run, Studied, run_process
+from command_line import COLD, Run, Studied, run_process
+from test_cli_errors import check_error
 
 from autotune.core.units import MIB
 from autotune.verify.target import Verdict
@@ -129,20 +130,12 @@ def test_the_evaluation_fits_as_it_is_exported(tmp_path: Path) -> None:
     assert "give it per_device_eval_batch_size=1" in ran.stderr
 
 
-def check_refused(ran: Ran, code: int, *said: str) -> None:
-    """Ended with this code and these words, nothing on stdout."""
-    assert ran.code == code, ran.stderr
-    assert not ran.stdout
-    for words in said:
-        assert words in ran.stderr
-
-
 def test_another_device_is_refused(doctored: Doctor, run: Run) -> None:
     def elsewhere(environment: dict[str, Any]) -> None:
         environment |= {"device_kind": "cuda", "device_name": "NVIDIA H200", "device_uuid": "GPU-1"}
 
     storage = doctored("autotune_environments.document", elsewhere)
-    check_refused(
+    check_error(
         run("verify", "tiny", "--storage", storage),
         4,
         "was measured on NVIDIA H200; this machine has cpu",
@@ -152,22 +145,22 @@ def test_another_device_is_refused(doctored: Doctor, run: Run) -> None:
 
 def test_what_the_stock_process_cannot_build_is_refused(doctored: Doctor, run: Run) -> None:
     storage = doctored("autotune_workloads.document", lambda workload: workload.update(source={"path": "x"}))
-    check_refused(run("verify", "tiny", "--storage", storage), 2, "verify does not run that")
+    check_error(run("verify", "tiny", "--storage", storage), 2, "verify does not run that")
 
 
 def test_losses_are_not_compared_on_data_of_ones_own(doctored: Doctor, run: Run) -> None:
     data = {"source": "train.jsonl", "kind": "json", "content": "1"}
     storage = doctored("autotune_workloads.document", lambda workload: workload.update(data=data))
-    check_refused(run("verify", "tiny", "--same-loss", "--storage", storage), 2, "on which losses are not compared")
+    check_error(run("verify", "tiny", "--same-loss", "--storage", storage), 2, "on which losses are not compared")
 
 
 def test_files_that_are_no_export_are_refused(studied: Studied, run: Run, folder: Path) -> None:
     storage = ("--storage", studied.storage)
-    check_refused(run("verify", "absent.json", *storage), 2, "there is no file absent.json")
+    check_error(run("verify", "absent.json", *storage), 2, "there is no file absent.json")
     (folder / "list.json").write_text("[]")
-    check_refused(run("verify", "list.json", *storage), 2, "is not an export")
+    check_error(run("verify", "list.json", *storage), 2, "is not an export")
     (folder / "torn.json").write_text("{")
-    check_refused(run("verify", "torn.json", *storage), 2, "cannot be read as JSON")
+    check_error(run("verify", "torn.json", *storage), 2, "cannot be read as JSON")
 
 
 def test_a_file_that_was_changed_is_refused(studied: Studied, run: Run, folder: Path) -> None:
@@ -175,19 +168,19 @@ def test_a_file_that_was_changed_is_refused(studied: Studied, run: Run, folder: 
     exported = json.loads(run("export", "tiny", *storage).stdout)
     file = folder / "export.json"
     file.write_text(json.dumps({**exported, "per_device_train_batch_size": 3}))
-    check_refused(run("verify", "export.json", *storage), 9, "no study in", "--study")
-    check_refused(run("verify", "export.json", "--study", "tiny", *storage), 2, "in the file 3")
+    check_error(run("verify", "export.json", *storage), 9, "no study in", "--study")
+    check_error(run("verify", "export.json", "--study", "tiny", *storage), 2, "in the file 3")
     file.write_text(json.dumps({**exported, "learning_rat": 1}))
-    check_refused(
+    check_error(
         run("verify", "export.json", *storage), 2, "learning_rat in the file is not a field of TrainingArguments"
     )
 
 
 def test_studies_and_steps_that_are_not_there_are_refused(studied: Studied, run: Run) -> None:
     storage = ("--storage", studied.storage)
-    check_refused(run("verify", "absent", *storage), 9, "there is no study 'absent'")
-    check_refused(run("verify", "tiny", "--steps", "5", *storage), 2, "--steps 5 are too few")
-    check_refused(run("verify", "tiny", "--study", "other", *storage), 2, "--study other does not go with")
+    check_error(run("verify", "absent", *storage), 9, "there is no study 'absent'")
+    check_error(run("verify", "tiny", "--steps", "5", *storage), 2, "--steps 5 are too few")
+    check_error(run("verify", "tiny", "--study", "other", *storage), 2, "--study other does not go with")
 
 
 def test_a_search_verifies_at_its_end(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,19 @@ def token_in(store: Store) -> TokenRecord:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
+def store(tmp_path: Path) -> Iterator[Store]:
     """An empty database."""
     write_empty_database(tmp_path / "a.db")
-    return open_store(str(tmp_path / "a.db"))
+    with open_store(str(tmp_path / "a.db")) as store:
+        yield store
+
+
+def feeding(store: Store) -> tuple[Searches, Access, Feeds]:
+    """The searches of a database in this event loop, who may see them, and their feeds."""
+    searches = Searches(store, "a.db", StandInEngine())
+    searches.changes.attach()
+    access = Access(searches)
+    return searches, access, Feeds(searches, access)
 
 
 def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store) -> None:
@@ -51,12 +61,10 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
     store.queue.events = counted  # type: ignore[method-assign]
 
     async def run() -> list[bytes]:
-        searches = Searches(store, "a.db", StandInEngine())
-        searches.changes.attach()
+        searches, access, feed = feeding(store)
         job, _ = store.queue.submit("a", {}, Needs())
-        access, token = Access(searches), token_in(store)
+        token = token_in(store)
         await access.refresh()
-        feed = Feeds(searches, access)
         listeners = [asyncio.create_task(heard(feed, job.id, after, token)) for after in (*[0] * 50, 2)]
         await asyncio.sleep(0)
         started = store.queue.start(job.id, {"host": "here"})
@@ -76,18 +84,14 @@ def test_all_who_listen_to_a_search_share_one_look_at_the_database(store: Store)
     assert told[0].endswith(told[50])
     assert told[50].startswith(b"event: line\n")
     assert len(looks) <= 4
-    store.close()
 
 
 def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "_PAUSE_SECONDS", 0.0)
 
     async def run() -> None:
-        searches = Searches(store, "a.db", StandInEngine())
-        searches.changes.attach()
-        access, token = Access(searches), token_in(store)
+        (searches, access, feed), token = feeding(store), token_in(store)
         await access.refresh()
-        feed = Feeds(searches, access)
         first, second = feed.changes(token), feed.changes(token)
         assert await anext(first) == await anext(second) == b"event: changed\ndata: {}\n\n"
         await first.aclose()  # type: ignore[attr-defined]
@@ -98,7 +102,6 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
         await second.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
-    store.close()
 
 
 def test_a_stream_ends_with_its_token_and_the_change_is_logged(
@@ -110,13 +113,10 @@ def test_a_stream_ends_with_its_token_and_the_change_is_logged(
     caplog.set_level(logging.INFO, logger="autotune.service")
 
     async def run() -> None:
-        searches = Searches(store, "a.db", StandInEngine())
-        searches.changes.attach()
-        access = Access(searches)
+        _, access, feed = feeding(store)
         gone, other = (store.queue.add_token(name, "read") for name in ("gone", "other"))
         records = {name: access.check(token, "") for name, token in (("gone", gone), ("other", other))}
         job, _ = store.queue.submit("a", {}, Needs())
-        feed = Feeds(searches, access)
         streams = {
             name: (feed.changes(record), feed.search(job.id, 0, record))
             for name, record in records.items() if record is not None
@@ -132,7 +132,6 @@ def test_a_stream_ends_with_its_token_and_the_change_is_logged(
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
     said = [(record.getMessage(), record.__dict__["fields"]) for record in caplog.records]
     assert ("token removed", {"name": "gone", "role": "read"}) in said
-    store.close()
 
 
 def test_a_part_is_rendered_once_for_all_who_ask_and_shows_what_came_before(monkeypatch: pytest.MonkeyPatch) -> None:
