@@ -107,7 +107,7 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
     try:
         # SQLite gives the files beside it the same mode.
         os.close(private_opener(str(draft.path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        upgrade_tables(draft, lock_timeout_seconds, scripts)
+        _upgrade_tables(draft, lock_timeout_seconds, scripts)
         try:
             os.link(draft.path, path)
         except FileExistsError:
@@ -134,8 +134,9 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create
         if not is_current:
             # One process at a time; another may have done it while this one waited.
             with migration_lock(engine):
-                _inspect(engine, place, scripts)
-                upgrade_tables(place, lock_timeout_seconds, scripts)
+                _, is_current = _inspect(engine, place, scripts)
+                if not is_current:
+                    _upgrade_tables(place, lock_timeout_seconds, scripts)
         if place.path is not None:
             choose_journal(engine, shared_file_system=on_network_file_system(place.path))
         return Store(place, engine)
@@ -144,22 +145,31 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create
         raise
 
 
-def _inspect(engine: Engine, place: Location, scripts: Path) -> tuple[bool, bool]:
+def _inspect(engine: Engine, place: Location, folder: Path) -> tuple[bool, bool]:
     """Return whether the database has autotune's tables, and whether their revision is the newest.
 
     Raises ``StorageError`` for the database of a newer autotune or of another program.
     """
     with transaction(engine, writes=False) as connection:
         names = inspect(connection).get_table_names()
-        known = not names or "version_info" in names or any(name.startswith(PREFIX) for name in names)
+        has_tables = any(name.startswith(PREFIX) for name in names)
+        # Optuna's tables have a version_info.
+        may_be_ours = has_tables or not names or "version_info" in names
         # A server's database is often shared with other programs, a file hardly ever.
-        if place.path is not None and not known:
+        if place.path is not None and not may_be_ours:
             raise StorageError(
                 f"{place.label} is another program's database (its tables: {', '.join(sorted(names)[:3])} …)",
                 "choose another file with --storage",
             )
-        is_current = check_revision_is_known(connection, scripts, place)
-    return any(name.startswith(PREFIX) for name in names), is_current
+        revision = recorded_revision(connection)
+    scripts = ScriptDirectory(folder)
+    if revision is not None and revision not in {script.revision for script in scripts.walk_revisions()}:
+        raise StorageError(
+            f"{place.label} was written by a newer autotune (revision {revision}, this one knows "
+            f"{scripts.get_current_head()})",
+            f"upgrade autotune, or {place.another}",
+        )
+    return has_tables, revision is not None and revision == scripts.get_current_head()
 
 
 def migrations_folder() -> Path:
@@ -172,19 +182,9 @@ def migrations_folder() -> Path:
     raise StorageError(f"this installation of autotune at {package} lacks its migrations", "install it again with pip")
 
 
-def alembic_config(folder: Path, connection: Connection | None = None) -> Config:
-    """Return Alembic's configuration without a file; ``env.py`` uses the connection if there is one."""
-    config = Config()
-    # A % would start an interpolation.
-    config.set_main_option("script_location", str(folder).replace("%", "%%"))
-    if connection is not None:
-        config.attributes["connection"] = connection
-    return config
-
-
 def head_revision(folder: Path) -> str:
     """Return the newest revision in the folder."""
-    head = ScriptDirectory.from_config(alembic_config(folder)).get_current_head()
+    head = ScriptDirectory(folder).get_current_head()
     if head is None:
         raise StorageError(f"there are no migrations in {folder}", "install autotune again with pip")
     return head
@@ -195,31 +195,17 @@ def recorded_revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
 
 
-def check_revision_is_known(connection: Connection, folder: Path, location: Location) -> bool:
-    """Return whether the database has the newest revision.
-
-    Raises ``StorageError`` for a revision without a migration script.
-    """
-    revision = recorded_revision(connection)
-    scripts = ScriptDirectory.from_config(alembic_config(folder))
-    if revision is not None and revision not in {script.revision for script in scripts.walk_revisions()}:
-        raise StorageError(
-            f"{location.label} was written by a newer autotune (revision {revision}, this one knows "
-            f"{scripts.get_current_head()})",
-            f"upgrade autotune, or {location.another}",
-        )
-    return revision is not None and revision == scripts.get_current_head()
-
-
-def upgrade_tables(location: Location, lock_timeout_seconds: float, folder: Path) -> None:
-    """Upgrade autotune's tables to the newest revision in one transaction, if they are older."""
+def _upgrade_tables(location: Location, lock_timeout_seconds: float, folder: Path) -> None:
+    """Upgrade autotune's tables to the newest revision in one transaction; newest ones stay as they are."""
     engine = build_engine(location, lock_timeout_seconds, foreign_keys=False)
+    config = Config()
+    # A % would start an interpolation.
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
     try:
-        with transaction(engine, writes=False) as connection:
-            if recorded_revision(connection) == head_revision(folder):
-                return
         with transaction(engine, writes=True) as connection:
-            command.upgrade(alembic_config(folder, connection), "head")
+            # Used by ``env.py``.
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
     except CommandError as error:
         raise StorageError(
             f"{location.label} cannot be upgraded: {error}", "install autotune again with pip"

@@ -25,6 +25,7 @@ from sqlalchemy import (
     Engine,
     Integer,
     Row,
+    Select,
     String,
     Text,
     Update,
@@ -82,8 +83,11 @@ class Needs:
             return "a CPU"
         kind = "GPU" if self.device_kind == "cuda" or self.gpu else "device"
         words = f"{self.count} {kind}s" if self.count > 1 else f"a {kind}"
-        words += f" named {self.gpu}" if self.gpu else ""
-        return words + (f" with {self.memory_bytes / 2**30:.1f} GiB" if self.memory_bytes else "")
+        if self.gpu:
+            words += f" named {self.gpu}"
+        if self.memory_bytes:
+            words += f" with {self.memory_bytes / 2**30:.1f} GiB"
+        return words
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,29 +259,24 @@ class Queue:
         }
         add = postgresql.insert(_JOB) if self._engine.dialect.name == "postgresql" else sqlite.insert(_JOB)
         with self._transaction(writes=True) as connection:
-            same_key = add.on_conflict_do_nothing(index_elements=[_JOB.c.idempotency_key])
-            row = connection.execute(same_key.returning(*_JOB.c), values).first()
+            unless_known = add.on_conflict_do_nothing(index_elements=[_JOB.c.idempotency_key])
+            row = connection.execute(unless_known.returning(*_JOB.c), values).first()
             if row is None:
-                return _record_of(
-                    connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()
-                ), False
+                known = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()
+                return _record_of(known), False
             self._insert_events(connection, job_id, 1, [("state", {"state": "queued"})])
             return _record_of(row), True
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
         """Return the job that was submitted under this key; ``None`` without one."""
-        with self._transaction(is_single=True) as connection:
-            row = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).first()
-        return None if row is None else _record_of(row)
+        return self._first_job(_JOBS.where(_JOB.c.idempotency_key == idempotency_key))
 
     def job(self, job_id: str) -> JobRecord | None:
         """Return the job with this id, or the latest job of the study with this name; ``None`` without one."""
         if "\0" in job_id:
             # No job's name; a PostgreSQL server refuses to look for it.
             return None
-        with self._transaction(is_single=True) as connection:
-            row = connection.execute(_JOB_NAMED, {"name": job_id}).first()
-        return None if row is None else _record_of(row)
+        return self._first_job(_JOB_NAMED, name=job_id)
 
     def jobs(
         self,
@@ -334,24 +333,20 @@ class Queue:
         }
         key = keys[order].asc() if is_ascending else keys[order].desc()
         query = query.order_by(key.nulls_last(), _JOB.c.number.desc()).offset(skip).limit(most)
-        with self._transaction(is_single=True) as connection:
-            return [_record_of(row) for row in connection.execute(query)]
+        return [_record_of(row) for row in self._rows(query)]
 
     def next_jobs(self, most: int) -> list[JobRecord]:
         """Return the queued jobs that start next, in order."""
-        with self._transaction(is_single=True) as connection:
-            return [_record_of(row) for row in connection.execute(_IN_TURN, {"most": most})]
+        return [_record_of(row) for row in self._rows(_IN_TURN, most=most)]
 
     def counts(self) -> dict[str, int]:
         """Return the number of jobs in each state."""
         query = select(_JOB.c.state, func.count()).group_by(_JOB.c.state)
-        with self._transaction(is_single=True) as connection:
-            return {row[0]: row[1] for row in connection.execute(query)}
+        return {row[0]: row[1] for row in self._rows(query)}
 
     def count_queued(self) -> int:
         """Return the number of queued jobs."""
-        with self._transaction(is_single=True) as connection:
-            return int(connection.execute(_COUNT_QUEUED).scalar_one())
+        return int(self._rows(_COUNT_QUEUED)[0][0])
 
     def ahead_of(self, jobs: Sequence[JobRecord]) -> dict[str, int]:
         """Return the number of queued jobs before each of these jobs, by id."""
@@ -366,9 +361,7 @@ class Queue:
 
     def events(self, job_id: str, after: int = 0, most: int = 1000) -> list[JobEvent]:
         """Return a job's events after event number ``after``, in order."""
-        asked = {"job_id": job_id, "after": after, "most": most}
-        with self._transaction(is_single=True) as connection:
-            return [JobEvent(*row) for row in connection.execute(_EVENTS, asked)]
+        return [JobEvent(*row) for row in self._rows(_EVENTS, job_id=job_id, after=after, most=most)]
 
     def cancel(self, job_id: str) -> JobRecord | None:
         """Cancel a queued job; mark a running job, which its runner has to cancel. Return the job's new record.
@@ -400,15 +393,13 @@ class Queue:
 
     def next_for(self, offer: Offer) -> JobRecord | None:
         """Return the first queued job that can run on these devices; ``None`` without one."""
-        offered = {
-            "device_kind": offer.device_kind,
-            "device_name": offer.device_name.lower(),
-            "memory_bytes": offer.memory_bytes,
-            "device_count": offer.count,
-        }
-        with self._transaction(is_single=True) as connection:
-            row = connection.execute(_NEXT, offered).first()
-        return None if row is None else _record_of(row)
+        return self._first_job(
+            _NEXT,
+            device_kind=offer.device_kind,
+            device_name=offer.device_name.lower(),
+            memory_bytes=offer.memory_bytes,
+            device_count=offer.count,
+        )
 
     def start(self, job_id: str, device: Document) -> JobRecord | None:
         """Record that a queued job starts on these devices; return ``None`` if it is no longer queued."""
@@ -467,7 +458,11 @@ class Queue:
                     "message": f"{losses} attempts at this search were lost, the last one: {why}",
                     "hint": "see the service's log; submit it again once the reason is known",
                 }
-            event = {"state": state} | ({"why": why} if state == "queued" else {"problem": problem} if problem else {})
+            event: Document = {"state": state}
+            if state == "queued":
+                event["why"] = why
+            elif problem is not None:
+                event["problem"] = problem
             values: dict[str, Any] = {"state": state, "problem": problem, "status": None, "losses": losses}
             values |= {"events": job.events + 1, "ended_at": moment if state in ENDED else None}
             connection.execute(update(_JOB).where(_JOB.c.id == job_id).values(**values))
@@ -495,13 +490,11 @@ class Queue:
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token, the oldest first."""
-        with self._transaction(is_single=True) as connection:
-            return [TokenRecord(*row) for row in connection.execute(_TOKENS.order_by(_TOKEN.c.created_at))]
+        return [TokenRecord(*row) for row in self._rows(_TOKENS.order_by(_TOKEN.c.created_at))]
 
     def tokens_by_digest(self) -> dict[str, TokenRecord]:
         """Return every token by its digest."""
-        with self._transaction(is_single=True) as connection:
-            return {digest: TokenRecord(*row) for digest, *row in connection.execute(_TOKENS_BY_DIGEST)}
+        return {digest: TokenRecord(*row) for digest, *row in self._rows(_TOKENS_BY_DIGEST)}
 
     def remove_token(self, name: str) -> bool:
         """Delete the tokens of this name; return whether there was one."""
@@ -509,6 +502,16 @@ class Queue:
             return connection.execute(delete(_TOKEN).where(_TOKEN.c.name == name)).rowcount > 0
 
     # Within
+
+    def _rows(self, query: Select[Any], **values: object) -> Sequence[Any]:
+        """Return all rows of a query, with these values of its parameters."""
+        with self._transaction(is_single=True) as connection:
+            return connection.execute(query, values).all()
+
+    def _first_job(self, query: Select[Any], **values: object) -> JobRecord | None:
+        """Return the first job that a query finds; ``None`` without one."""
+        rows = self._rows(query, **values)
+        return _record_of(rows[0]) if rows else None
 
     @contextlib.contextmanager
     def _transaction(

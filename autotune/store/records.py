@@ -179,7 +179,7 @@ class Repeats:
 
     def take(self, trial: TrialRecord) -> TrialRecord | None:
         """Return the trial that counts for the candidate, this or an earlier one; ``None`` where it needs another."""
-        kind = _kind(trial)
+        kind = _kind_of_repeat(trial)
         if kind is None:
             self._owed.pop(trial.candidate, None)
             return trial
@@ -198,8 +198,8 @@ class Repeats:
 _MOST = {"interrupted": _MOST_INTERRUPTIONS, "fault": _MOST_FAULTS, "disturbed": _MOST_DISTURBANCES}
 
 
-def _kind(trial: TrialRecord) -> str | None:
-    """Return why a trial that ended says nothing about its candidate; ``None`` for a valid trial."""
+def _kind_of_repeat(trial: TrialRecord) -> str | None:
+    """Return why an ended trial says nothing about its candidate, a key of ``_MOST``; ``None`` for a valid trial."""
     match trial.outcome:
         case Failed(reason="interrupted"):
             return "interrupted"

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 from sqlalchemy import Connection, Engine, Row, Select, Text, cast, delete, func, insert, select, update
@@ -38,8 +37,11 @@ class Store:
     """
 
     def __init__(self, location: Location, engine: Engine) -> None:
-        self._location = location
-        self._engine = engine
+        self.engine = engine
+        self.path = location.path
+        """The SQLite file; ``None`` where the database is on a server."""
+        self.label = location.label
+        """The database's location as the user wrote it, without a password."""
         self.answers = Answers(engine, location.label)
         """Stored answers of trial processes."""
         self.queue = Queue(engine, location.label)
@@ -50,24 +52,9 @@ class Store:
         """Who works on which study."""
         self._held: tuple[str, str] | None = None
 
-    @property
-    def engine(self) -> Engine:
-        """The SQLAlchemy engine, for ``store/transfer.py``."""
-        return self._engine
-
-    @property
-    def path(self) -> Path | None:
-        """The SQLite file; ``None`` where the database is on a server."""
-        return self._location.path
-
-    @property
-    def label(self) -> str:
-        """The database's location as the user wrote it, without a password."""
-        return self._location.label
-
     def close(self) -> None:
         """Close every connection. The store cannot be used afterwards; closing it twice is allowed."""
-        self._engine.dispose()
+        self.engine.dispose()
 
     def __enter__(self) -> Self:
         return self
@@ -313,7 +300,7 @@ class Store:
 
     @contextmanager
     def _transaction(self, *, writes: bool = False, is_single: bool = False) -> Iterator[Connection]:
-        opened = transaction(self._engine, writes=writes, is_single=is_single)
+        opened = transaction(self.engine, writes=writes, is_single=is_single)
         with storage_errors(self.label), opened as connection:
             yield connection
 

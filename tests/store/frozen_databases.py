@@ -9,6 +9,7 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from autotune.store.opening import head_revision, migrations_folder
 
@@ -30,6 +31,12 @@ def upgrade():
     op.execute("UPDATE autotune_studies SET comment = name")
     {ending}
 """
+
+
+def run_sql(path: Path, statement: str, values: tuple[object, ...] = ()) -> list[Any]:
+    """Run one statement on a SQLite file, without any of autotune, and return its rows."""
+    with closing(sqlite3.connect(path)) as connection, connection:
+        return connection.execute(statement, values).fetchall()
 
 
 def write_frozen(folder: Path, revision: str) -> Path:

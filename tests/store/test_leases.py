@@ -21,7 +21,7 @@ LATER = timedelta(seconds=LEASE_SECONDS + 1)
 
 def leases_later(store: Store) -> Leases:
     """The leases as they are once those of now have expired."""
-    return Leases(store._engine, store.label, lambda: now() + LATER)
+    return Leases(store.engine, store.label, lambda: now() + LATER)
 
 
 def test_one_at_a_time(store: Store) -> None:

@@ -1,11 +1,9 @@
 """Databases of earlier autotunes, each with a search that was killed during its fourth trial, are gone on with."""
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from frozen_databases import REVISIONS, scripts_ending_with, write_frozen
+from frozen_databases import REVISIONS, run_sql, scripts_ending_with, write_frozen
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import prepared, search, with_environment
 
@@ -77,8 +75,7 @@ def test_an_old_search_whose_trials_measured_otherwise_is_not(frozen: Path, monk
 def test_a_migration_that_fails_leaves_every_byte_and_the_search_can_be_gone_on_with(
     frozen: Path, tmp_path: Path, journal: str
 ) -> None:
-    with closing(sqlite3.connect(frozen)) as connection:
-        connection.execute(f"PRAGMA journal_mode={journal}")
+    run_sql(frozen, f"PRAGMA journal_mode={journal}")
     before = frozen.read_bytes()
     scripts = scripts_ending_with(tmp_path / "scripts", 'op.execute("INSERT INTO autotune_nowhere VALUES (1)")')
     with pytest.raises(Exception, match="autotune_nowhere"):

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from frozen_databases import REVISIONS, write_frozen
+from frozen_databases import REVISIONS, run_sql, write_frozen
 from postgres import sqlite_alone
 
 from autotune.core.errors import StorageError
@@ -42,9 +42,7 @@ def test_answers_are_looked_up_while_the_database_is_open_elsewhere(store: Store
 )
 def test_an_answer_that_is_damaged_is_asked_for_again(store: Store, damaged: str) -> None:
     store.answers.keep("0123", PREDICTED)
-    with closing(sqlite3.connect(str(store.path))) as connection:
-        connection.execute("UPDATE autotune_answers SET document = ?", (damaged,))
-        connection.commit()
+    run_sql(store.path, "UPDATE autotune_answers SET document = ?", (damaged,))
     assert store.answers.find("0123", PredictionAnswer) is None
 
 
@@ -52,9 +50,7 @@ def test_an_answer_that_is_damaged_is_asked_for_again(store: Store, damaged: str
 @pytest.mark.parametrize("damaged", ["{", "\x80"])
 def test_a_file_of_answers_that_is_damaged_is_said_to_be(store: Store, damaged: str) -> None:
     store.answers.keep("0123", PREDICTED)
-    with closing(sqlite3.connect(str(store.path))) as connection:
-        connection.execute("UPDATE autotune_answers SET document = CAST(? AS TEXT)", (damaged.encode("latin-1"),))
-        connection.commit()
+    run_sql(store.path, "UPDATE autotune_answers SET document = CAST(? AS TEXT)", (damaged.encode("latin-1"),))
     answers = open_answers(str(store.path), 1.0)
     assert isinstance(answers, AnswerFile)
     with closing(answers), pytest.raises(StorageError):

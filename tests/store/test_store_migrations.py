@@ -13,7 +13,7 @@ import pytest
 import warm
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from frozen_databases import scripts_ending_with, write_frozen
+from frozen_databases import run_sql, scripts_ending_with, write_frozen
 
 import autotune
 from autotune.core.candidate import Arm, Candidate
@@ -65,10 +65,9 @@ def test_a_later_migration_rebuilds_a_table_and_keeps_its_rows(filled: Path, tmp
     with open_store(str(filled), migrations=scripts) as store:
         study = store.study("kept")
         assert len(store.trials(study.id)) == 1
-    with closing(sqlite3.connect(filled)) as connection:
-        assert connection.execute("SELECT comment FROM autotune_studies").fetchall() == [("kept",)]
-        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-        references = {row[2] for row in connection.execute("PRAGMA foreign_key_list(autotune_trials)")}
+    assert run_sql(filled, "SELECT comment FROM autotune_studies") == [("kept",)]
+    assert run_sql(filled, "PRAGMA foreign_key_check") == []
+    references = {row[2] for row in run_sql(filled, "PRAGMA foreign_key_list(autotune_trials)")}
     assert references == {"autotune_studies", "autotune_workloads", "autotune_environments"}
     # Whoever has the older autotune is now told so.
     with pytest.raises(StorageError, match="newer autotune"):
@@ -97,15 +96,12 @@ def test_a_new_file_is_not_left_behind_by_a_migration_that_fails(database: Path,
 
 def test_inspections_are_taken_out_of_the_environments(tmp_path: Path) -> None:
     path = write_frozen(tmp_path, "0001")
-    with closing(sqlite3.connect(path)) as connection:
-        environments = connection.execute("SELECT * FROM autotune_environments").fetchall()
-        inspection = ("0" * 32, "inspection:0123", '{"context_bytes":0}', "2026-11-21 09:12:13.452686")
-        connection.execute("INSERT INTO autotune_environments VALUES (?, ?, ?, ?)", inspection)
-        connection.commit()
+    environments = run_sql(path, "SELECT * FROM autotune_environments")
+    inspection = ("0" * 32, "inspection:0123", '{"context_bytes":0}', "2026-11-21 09:12:13.452686")
+    run_sql(path, "INSERT INTO autotune_environments VALUES (?, ?, ?, ?)", inspection)
     with open_store(str(path)) as store:
         assert store.answers.find("0123", PredictionAnswer) is None
-    with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("SELECT * FROM autotune_environments").fetchall() == environments
+    assert run_sql(path, "SELECT * FROM autotune_environments") == environments
 
 
 def test_what_was_answered_under_the_second_revision_is_still_there(tmp_path: Path) -> None:
@@ -144,16 +140,13 @@ def test_why_a_search_ended_is_data_since_the_fourth_revision(
 ) -> None:
     """The lines of the text become a reason and a list, and come back as lines in a downgrade."""
     path = write_frozen(tmp_path, "0002")
-    with closing(sqlite3.connect(path)) as connection:
-        connection.execute("UPDATE autotune_studies SET state = ?, stopped_because = ?", (state, text))
-        connection.commit()
+    run_sql(path, "UPDATE autotune_studies SET state = ?, stopped_because = ?", (state, text))
     with open_store(str(path)) as store:
         study = store.study("bert")
         assert (study.stop_reason, study.stopped_because, study.left_out) == (reason, sentence, left_out)
     if left_out:
         run_alembic(tmp_path, path, "downgrade", "0002")
-        with closing(sqlite3.connect(path)) as connection:
-            assert connection.execute("SELECT stopped_because FROM autotune_studies").fetchall() == [(text,)]
+        assert run_sql(path, "SELECT stopped_because FROM autotune_studies") == [(text,)]
 
 
 def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import optuna
 import pytest
+from frozen_databases import run_sql
 from processes import receive
 
 from autotune.core.errors import StorageError
@@ -24,13 +25,8 @@ from autotune.store.opening import current_revision, head_revision, migrations_f
 HEAD = head_revision(migrations_folder())
 
 
-def query(path: Path, sql: str) -> list[tuple[object, ...]]:
-    with closing(sqlite3.connect(path)) as connection, connection:
-        return connection.execute(sql).fetchall()
-
-
 def tables(path: Path) -> set[str]:
-    return {str(name) for (name,) in query(path, "SELECT name FROM sqlite_master WHERE type = 'table'")}
+    return {str(name) for (name,) in run_sql(path, "SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
 def digest(path: Path) -> str:
@@ -57,8 +53,8 @@ def test_a_missing_file_is_made_with_its_folders_and_tables(tmp_path: Path) -> N
     assert stat.S_IMODE(path.stat().st_mode) == 0o600, "others of this machine cannot read it"
     assert {"autotune_studies", "autotune_trials"} <= tables(path)
     assert all(name.startswith("autotune_") for name in tables(path))
-    assert query(path, "SELECT version_num FROM autotune_alembic_version") == [(HEAD,)]
-    assert query(path, "PRAGMA journal_mode") == [("wal",)]
+    assert run_sql(path, "SELECT version_num FROM autotune_alembic_version") == [(HEAD,)]
+    assert run_sql(path, "PRAGMA journal_mode") == [("wal",)]
     assert [file.name for file in path.parent.iterdir()] == ["autotune.db"]
 
 
@@ -100,7 +96,7 @@ def make_ours(path: Path, sql: str | None = None) -> None:
     if sql is None:
         os.truncate(path, 4096)
     else:
-        query(path, sql)
+        run_sql(path, sql)
 
 
 NEWER = "UPDATE autotune_alembic_version SET version_num = '9999'"
@@ -119,7 +115,7 @@ NEWER = "UPDATE autotune_alembic_version SET version_num = '9999'"
         ),
         (make_ours, "is damaged", "restore it from a copy"),
         (
-            lambda path: query(path, "CREATE TABLE bookmarks (url TEXT)"),
+            lambda path: run_sql(path, "CREATE TABLE bookmarks (url TEXT)"),
             "another program's database .*bookmarks",
             "--storage",
         ),
@@ -210,7 +206,7 @@ def test_wal_is_taken_back_where_machines_share_the_file(database: Path) -> None
     engine = build_engine(resolve_location(str(database)), 1.0)
     try:
         assert choose_journal(engine, shared_file_system=True) == "delete"
-        assert query(database, "PRAGMA journal_mode") == [("delete",)]
+        assert run_sql(database, "PRAGMA journal_mode") == [("delete",)]
         assert choose_journal(engine, shared_file_system=False) == "wal"
     finally:
         engine.dispose()
@@ -224,9 +220,9 @@ def test_a_file_that_is_being_read_keeps_its_journal_for_now(plain_optuna: Path)
         other.execute("SELECT * FROM studies").fetchall()
         with open_store(str(plain_optuna), lock_timeout_seconds=0.1) as store:
             assert store.studies() == []
-        assert query(plain_optuna, "PRAGMA journal_mode") == [("delete",)]
+        assert run_sql(plain_optuna, "PRAGMA journal_mode") == [("delete",)]
     open_store(str(plain_optuna)).close()
-    assert query(plain_optuna, "PRAGMA journal_mode") == [("wal",)]
+    assert run_sql(plain_optuna, "PRAGMA journal_mode") == [("wal",)]
 
 
 def _open_with_little_room(path: str, answer: multiprocessing.SimpleQueue[str]) -> None:

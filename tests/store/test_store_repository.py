@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 from arbitrary import candidates, outcomes
+from frozen_databases import run_sql
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from postgres import sqlite_alone
@@ -164,8 +163,7 @@ def test_a_trial_of_a_later_autotune_is_told_apart(
     store: Store, database: Path, new_study: NewStudy, new_trial: NewTrial
 ) -> None:
     trial = new_trial(new_study("first"), 0)
-    with closing(sqlite3.connect(database)) as other, other:
-        other.execute("""UPDATE autotune_trials SET state = 'paused', outcome = '{"state": "paused"}'""")
+    run_sql(database, """UPDATE autotune_trials SET state = 'paused', outcome = '{"state": "paused"}'""")
     with pytest.raises(StorageError, match="cannot read"):
         store.trials(trial.study_id)
 
@@ -233,9 +231,7 @@ def test_a_trial_that_cannot_be_read_is_not_reused(store: Store, new_study: NewS
     kept, broken = new_trial(study, 0), new_trial(study, 1)
     store.finish_trial(kept.id, MEASURED, 3.0)
     store.finish_trial(broken.id, MEASURED, 3.0)
-    assert store.path is not None
-    with closing(sqlite3.connect(store.path)) as other, other:
-        other.execute('UPDATE autotune_trials SET outcome = \'{"state": "other"}\' WHERE id = ?', (broken.id,))
+    run_sql(store.path, 'UPDATE autotune_trials SET outcome = \'{"state": "other"}\' WHERE id = ?', (broken.id,))
     assert [past.trial.id for past in store.past_trials(new_study("second"))] == [kept.id]
 
 
@@ -279,8 +275,7 @@ def test_thousands_of_trials_are_found_by_an_index(
     steps = tuple(0.2 + step / 1000 for step in range(20))
     measurement = dataclasses.replace(MEASURED.measurement, step_seconds_each=steps)
     store.finish_trial(trial.id, Completed(measurement), 3.0)
-    with closing(sqlite3.connect(database)) as other, other:
-        other.execute(MULTIPLY)
+    run_sql(database, MULTIPLY)
     other_study = new_study("second")
     reads: tuple[Callable[[], list[TrialRecord]], ...] = (
         lambda: store.trials(study.id),
@@ -289,10 +284,9 @@ def test_thousands_of_trials_are_found_by_an_index(
     for read in reads:
         assert len(read()) == MANY
     assert store.studies()[1].trials == MANY
-    with closing(sqlite3.connect(database)) as other:
-        for columns in ("study_id = ''", "environment_id = '' AND workload_id = ''"):
-            plan = other.execute(f"EXPLAIN QUERY PLAN SELECT * FROM autotune_trials WHERE {columns}").fetchall()
-            assert "USING INDEX ix_autotune_trials_" in plan[0][3]
+    for columns in ("study_id = ''", "environment_id = '' AND workload_id = ''"):
+        plan = run_sql(database, f"EXPLAIN QUERY PLAN SELECT * FROM autotune_trials WHERE {columns}")
+        assert "USING INDEX ix_autotune_trials_" in plan[0][3]
 
 
 @sqlite_alone
@@ -300,8 +294,8 @@ def test_a_trial_costs_little_to_record(store: Store, new_study: NewStudy, new_t
     """Two commits, which wait for the disk, and few statements, however many trials there are."""
     study = new_study("first")
     happened: list[str] = []
-    event.listen(store._engine, "commit", lambda _: happened.append("commit"))
-    event.listen(store._engine, "before_cursor_execute", lambda _, __, statement, *___: happened.append(statement))
+    event.listen(store.engine, "commit", lambda _: happened.append("commit"))
+    event.listen(store.engine, "before_cursor_execute", lambda _, __, statement, *___: happened.append(statement))
     costs = []
     for number in range(20):
         happened.clear()

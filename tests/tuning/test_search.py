@@ -458,9 +458,9 @@ def counted_statements(store: Store) -> Iterator[list[str]]:
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
         statements.append(statement)
 
-    event.listen(store._engine, "before_cursor_execute", note)
+    event.listen(store.engine, "before_cursor_execute", note)
     yield statements
-    event.remove(store._engine, "before_cursor_execute", note)
+    event.remove(store.engine, "before_cursor_execute", note)
 
 
 LOOKS: list[tuple[str, Callable[[Store], Any], int]] = [

@@ -141,7 +141,7 @@ def test_a_search_that_lost_its_lease_stops_and_writes_nothing_more(store: Store
             super().trial_begins(number, candidate, stage)
             if number == 2:
                 with open_store(str(store.path)) as other:
-                    leases = Leases(other._engine, "theirs", lambda: now() + timedelta(seconds=LEASE_SECONDS + 1))
+                    leases = Leases(other.engine, "theirs", lambda: now() + timedelta(seconds=LEASE_SECONDS + 1))
                     theirs = Owner("ada", "gpu-2", "gpu-2", 71, "1")
                     assert leases.take(name_of_study("bert"), theirs, "theirs") is None
                     taken.extend(_dump(other))
