@@ -25,7 +25,7 @@ from autotune.core.messages import Answer, JobMessage, Progress, ServerLine
 from autotune.core.options import OPTIONS, USUAL
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
-from autotune.core.schema import VERSION, json_schema
+from autotune.core.schema import VERSION, json_schemas
 from autotune.core.workload import Workload
 from autotune.devices.health import Diagnosis
 from autotune.devices.listing import devices_type
@@ -111,7 +111,9 @@ def _schemas_page() -> str:
 
 
 def _schema(*kinds: Any) -> str:
-    schema = json_schema(*kinds)
+    found, components = json_schemas(kinds, "#/$defs/{name}")
+    whole = found[0] if len(found) == 1 else {"anyOf": list(found)}
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema", **whole, "$defs": components}
     for name, definition in schema["$defs"].items():
         kind = _documented(kinds).get(name)
         for field, property_ in definition.get("properties", {}).items():

@@ -111,38 +111,41 @@ class _LaunchContext:
         if number == str(self.ranks) or (self.ranks > 1 and number in _AS_MANY_AS_GPUS):
             return
         if self.ranks == 1:
-            gpus = "all" if number in _AS_MANY_AS_GPUS else number if number.isdigit() else "2"
-            raise self.several(said, left, f", or measure them together: --gpus {gpus} without --parallel")
-        raise self.refused(
+            gpus = number if number.isdigit() else "2"
+            if number in _AS_MANY_AS_GPUS:
+                gpus = "all"
+            raise self.several_processes_error(
+                said, left, f", or measure them together: --gpus {gpus} without --parallel"
+            )
+        is_several = number.isdecimal() and int(number) > 1
+        raise self.error(
             f"starts another number of processes ({said}) than --gpus names GPUs, {self.ranks}",
-            f"use --gpus {number}, or have the launcher start {self.ranks}"
-            if number.isdigit() and number not in "01"
-            else f"leave --gpus out, or have the launcher start {self.ranks}",
+            f"{f'use --gpus {number}' if is_several else 'leave --gpus out'}, or have the launcher start {self.ranks}",
         )
 
     def check_hosts(self, number: str, said: str, left: Sequence[str]) -> None:
         """Raise ``InvalidRequestError`` where the launcher starts processes on several hosts."""
         if number not in ("1", "1:1"):
-            raise self.refused(
+            raise self.error(
                 f"starts processes on several hosts ({said}), and a trial runs on one",
-                f"give the script itself, with --gpus for the GPUs of this host: -- {_as_python(left)}",
+                f"give the script itself, with --gpus for the GPUs of this host: -- {_python_command(left)}",
             )
 
-    def several(self, said: str, left: Sequence[str], instead: str = "") -> InvalidRequestError:
+    def several_processes_error(self, said: str, left: Sequence[str], instead: str = "") -> InvalidRequestError:
         """Return the error for a launcher of several processes where the trial has one."""
-        return self.refused(
+        return self.error(
             f"starts several processes ({said}), and a trial is one",
-            f"give the script itself, which is then measured on one device: -- {_as_python(left)}{instead}",
+            f"give the script itself, which is then measured on one device: -- {_python_command(left)}{instead}",
         )
 
-    def unknown(self, what: str, left: Sequence[str]) -> InvalidRequestError:
+    def not_measurable_error(self, what: str, left: Sequence[str]) -> InvalidRequestError:
         """Return the error for a launcher whose processes autotune cannot measure."""
-        return self.refused(
+        return self.error(
             f"{what}, so that it cannot be measured from within",
-            f"give the script itself and its own options: -- {_as_python(left)}",
+            f"give the script itself and its own options: -- {_python_command(left)}",
         )
 
-    def refused(self, why: str, hint: str) -> InvalidRequestError:
+    def error(self, why: str, hint: str) -> InvalidRequestError:
         """Return the error that refuses the command line, with the reason."""
         return InvalidRequestError(f"{self.command[:80]!r} {why}", hint)
 
@@ -163,7 +166,7 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
     if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         for variable in ("PARALLELISM_CONFIG_CP_SIZE", "PARALLELISM_CONFIG_SP_SIZE", "PARALLELISM_CONFIG_TP_SIZE"):
             if os.environ.get(variable, "1") != "1":
-                raise _sharing_samples(variable)
+                raise _sharing_samples_error(variable)
     filled, left = _split_filled_variables(words)
     launch = _LaunchContext(command, ranks, filled, {})
     for _ in range(len(words) + 1):
@@ -172,8 +175,8 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
         if name is None:
             break
         left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], launch)
-    each = (tuple(sorted(variables.items())) for variables in (launch.variables, launch.rank_variables))
-    return CommandLine(tuple(left), *each)
+    variables, rank_variables = sorted(launch.variables.items()), sorted(launch.rank_variables.items())
+    return CommandLine(tuple(left), tuple(variables), tuple(rank_variables))
 
 
 def _split_filled_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -244,7 +247,7 @@ def _command_of(words: Sequence[str]) -> str | None:
 
 def _take_off_torchrun(words: list[str], launch: _LaunchContext) -> list[str]:
     """Return the words after ``torchrun`` and its options, having checked its numbers of hosts and processes."""
-    given, left = _split(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
+    given, left = _split_launcher_options(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
     if "nnodes" in given:
         launch.check_hosts(given["nnodes"], f"--nnodes {given['nnodes']}", left)
     if "nproc-per-node" in given:
@@ -257,14 +260,14 @@ def _take_off_torchrun(words: list[str], launch: _LaunchContext) -> list[str]:
 def _take_off_accelerate(words: list[str], launch: _LaunchContext) -> list[str]:
     """Return the words after ``accelerate launch`` and its options. Refuse other commands of accelerate."""
     if words[:1] != ["launch"]:
-        raise launch.refused("starts no training", "give the script and its own options: -- python train.py …")
+        raise launch.error("starts no training", "give the script and its own options: -- python train.py …")
     return _take_off_accelerate_launch(words[1:], launch)
 
 
 def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> list[str]:
     """Return the words after the options of ``accelerate launch``, having checked options and configuration file."""
     flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
-    given, left = _split(words, _ACCELERATE_OPTIONS, flags, launch)
+    given, left = _split_launcher_options(words, _ACCELERATE_OPTIONS, flags, launch)
     config, path = _accelerate_config(given.get("config-file"))
     # What its command line does not say, its configuration does.
     said = {name: (given[name], f"--{name} {given[name]}") for name in given}
@@ -276,15 +279,16 @@ def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> lis
         launch.check_number(*said["num-processes"], left)
     # parallelism_config is a section: its own line has no value, or {} where the section is empty.
     if config.get("parallelism_config") == "":
-        raise _sharing_samples(path, " (parallelism_config)")
+        raise _sharing_samples_error(path, " (parallelism_config)")
     kind = config.get("distributed_type", "NO").strip("'\"")
     if launch.ranks > 1 and kind not in _REPLICATED:
         raise InvalidRequestError(
             f"{path} says distributed_type: {kind}, and how ranks share the model is searched",
-            f"{_ASK_FOR_FSDP}; use a configuration with MULTI_GPU, or give the script itself: -- {_as_python(left)}",
+            f"{_ASK_FOR_FSDP}; use a configuration with MULTI_GPU, or give the script itself: "
+            f"-- {_python_command(left)}",
         )
     if launch.ranks == 1 and kind != "NO" and given.get("num-processes") != "1":
-        raise launch.several(f"distributed_type: {config['distributed_type']} in {path}", left)
+        raise launch.several_processes_error(f"distributed_type: {config['distributed_type']} in {path}", left)
     if precision := said.get("mixed-precision", ("",))[0].strip("'\""):
         launch.variables["ACCELERATE_MIXED_PRECISION"] = precision
     return left
@@ -322,19 +326,22 @@ class _Tool:
         """Return ``-m``, the module that this command starts, and the module's options."""
         if not words or words[0].startswith("-") or (self.trains and words[0] not in self.trains):
             example = self.module.format(self.trains[0] if self.trains else "sft")
-            raise launch.refused("names no training", f"give its module: -- python -m {example} …")
+            raise launch.error("names no training", f"give its module: -- python -m {example} …")
         left = ["-m", self.module.format(words[0].replace("-", "_"))]
         started: list[tuple[str, str]] = []
-        rest = iter(words[1:])
-        for word in rest:
+        rest = words[1:]
+        while rest:
+            word = rest.pop(0)
             name, equals, value = word.partition("=")
             if name in _STARTED_BY:
-                started.append((name, value if equals else next(rest, "")))
+                if not equals and rest:
+                    value = rest.pop(0)
+                started.append((name, value))
             elif name not in ("--accelerate", "--no-accelerate"):
                 left.append(word)
         for name, value in started:
             if name == "--accelerate_config":
-                raise launch.several(f"{name} {value}", left)
+                raise launch.several_processes_error(f"{name} {value}", left)
             if name != "--launcher":
                 launch.check_number(value, f"{name} {value}", left)
         if self.variable is not None and (count := os.environ.get(self.variable)) is not None:
@@ -358,15 +365,15 @@ def _refuse_environment(words: list[str], launch: _LaunchContext) -> list[str]:
     """Raise the error for launchers such as ``uv run``, which should start autotune instead."""
     name = Path(launch.command.split()[0]).name
     rest = words[1:] if words[:1] == ["run"] else words
-    shown = _as_python([] if rest and rest[0].startswith("-") else rest)
-    raise launch.refused(
+    shown = _python_command([] if rest and rest[0].startswith("-") else rest)
+    raise launch.error(
         "starts another process, which cannot be measured from within",
         f"have {name} start autotune itself: {name} run autotune search … -- {shown}",
     )
 
 
 def _refuse_shell(words: list[str], launch: _LaunchContext) -> list[str]:
-    raise launch.refused(
+    raise launch.error(
         "is run by a shell, which starts other processes that cannot be measured from within",
         "give the line with python that it contains: -- python train.py …",
     )
@@ -376,12 +383,12 @@ def _refuse_as(what: str) -> _TakeOff:
     """Return a function that refuses a launcher with the reason ``what``."""
 
     def refuse(words: list[str], launch: _LaunchContext) -> list[str]:
-        raise launch.unknown(what, _from_python(words))
+        raise launch.not_measurable_error(what, _words_from_python(words))
 
     return refuse
 
 
-def _from_python(words: Sequence[str]) -> list[str]:
+def _words_from_python(words: Sequence[str]) -> list[str]:
     """Return the words from the first Python interpreter or Python script on."""
     return list(
         itertools.dropwhile(lambda word: not (word.endswith(".py") or _PYTHON.fullmatch(Path(word).name)), words)
@@ -400,7 +407,7 @@ _TAKE_OFF: dict[str, _TakeOff] = {
 }
 
 
-def _split(
+def _split_launcher_options(
     words: list[str], options: frozenset[str], flags: frozenset[str], launch: _LaunchContext
 ) -> tuple[dict[str, str], list[str]]:
     """Split a launcher's options from the command that it launches: a file or ``-m`` and a module, with options.
@@ -418,21 +425,21 @@ def _split(
         elif name in options and (equals or left):
             given[name] = value if equals else left.pop(0)
         elif name not in flags:
-            rest = _from_python(left)
+            rest = _words_from_python(left)
             if name.startswith(_SHARING):
-                raise launch.refused(
+                raise launch.error(
                     f"says with {word} how ranks share the model, which is searched",
-                    f"{_ASK_FOR_FSDP}; leave {word} and the like out: -- {_as_python(rest)}",
+                    f"{_ASK_FOR_FSDP}; leave {word} and the like out: -- {_python_command(rest)}",
                 )
             if name.startswith(_SHARING_SAMPLES):
-                raise _sharing_samples(f"{launch.command[:80]!r}", f" ({word})")
-            raise launch.unknown(f"has the launcher's option {word}, which is not known here", rest)
+                raise _sharing_samples_error(f"{launch.command[:80]!r}", f" ({word})")
+            raise launch.not_measurable_error(f"has the launcher's option {word}, which is not known here", rest)
     if not left:
-        raise launch.refused("names no script", "give one after the launcher's options")
+        raise launch.error("names no script", "give one after the launcher's options")
     return given, ["-m", *left] if is_module else left
 
 
-def _as_python(words: Sequence[str]) -> str:
+def _python_command(words: Sequence[str]) -> str:
     """Return a shell command for the words, starting with ``python`` unless they are a console command."""
     if not words:
         return "python train.py …"
@@ -440,6 +447,6 @@ def _as_python(words: Sequence[str]) -> str:
     return shlex.join(["python", *words] if is_script else words)
 
 
-def _sharing_samples(who: str, said: str = "") -> InvalidRequestError:
+def _sharing_samples_error(who: str, said: str = "") -> InvalidRequestError:
     """Return the error for context or tensor parallelism, where several ranks share a sample."""
     return InvalidRequestError(f"{who} has several ranks share a sample{said}, which is not searched", NOT_BY_SAMPLE)

@@ -590,8 +590,10 @@ _KINDS: dict[Any, Kind] = {
 
 def _kind_of(values: Any) -> Kind:
     """Return the kind for the type annotation of an option's values."""
-    literal = next((kind for kind in (values, *get_args(values)) if get_origin(kind) is Literal), None)
-    return _KINDS[values] if literal is None else choice(*get_args(literal))
+    for each in (values, *get_args(values)):
+        if get_origin(each) is Literal:
+            return choice(*get_args(each))
+    return _KINDS[values]
 
 
 def _declared() -> Iterator[Option]:

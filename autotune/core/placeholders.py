@@ -10,7 +10,7 @@ import ast
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def placeholders_in(text: str) -> list[Placeholder]:
 
 def fill_text(text: str, values: Values) -> str:
     """Return a text with its placeholders filled."""
-    return _PLACEHOLDER.sub(lambda found: Placeholder(found[1], found[2]).fill(values), text)
+    return _PLACEHOLDER.sub(lambda match: Placeholder(match[1], match[2]).fill(values), text)
 
 
 def fill_words(words: Sequence[str], values: Values) -> tuple[str, ...]:
@@ -226,7 +226,7 @@ class Template:
         for at, path in enumerate(self.files):
             copies[path] = os.path.join(folder, str(at), os.path.basename(path))
             os.makedirs(os.path.dirname(copies[path]), exist_ok=True)
-            text = _replace_in_file(path, lambda placeholder: placeholder.fill(values))
+            text = "".join(fill_text(line, values) if is_read else line for line, is_read in _lines_of(path))
             Path(copies[path]).write_text(text, encoding="utf-8")
         named = [_exchange(word, cwd, copies) for word in self.words]
         return fill_words(named, values), self.fill_variables(values)
@@ -286,39 +286,27 @@ def _exchange(word: str, cwd: str, copies: dict[str, str]) -> str:
 
 def _in_file(path: str) -> list[Placeholder]:
     """Return the placeholders in a configuration file."""
-    placeholders: list[Placeholder] = []
-
-    def take(placeholder: Placeholder) -> str:
-        placeholders.append(placeholder)
-        return ""
-
-    _replace_in_file(path, take)
-    return placeholders
+    return [placeholder for line, is_read in _lines_of(path) if is_read for placeholder in placeholders_in(line)]
 
 
-def _replace_in_file(path: str, replace: Callable[[Placeholder], str]) -> str:
-    """Return a file's content with placeholders replaced, but not beside f-strings; empty where it cannot be read."""
+def _lines_of(path: str) -> list[tuple[str, bool]]:
+    """Return a file's lines, each with whether its braces may be placeholders; none where it cannot be read."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return ""
-    spared = _formatted_lines(text) if path.endswith(".py") else frozenset()
-    lines = text.splitlines(keepends=True)
-    for at, line in enumerate(lines):
-        if at + 1 not in spared:
-            lines[at] = _PLACEHOLDER.sub(lambda found: replace(Placeholder(found[1], found[2])), line)
-    return "".join(lines)
+        return []
+    formatted = _lines_with_f_strings(text) if path.endswith(".py") else set()
+    return [(line, number not in formatted) for number, line in enumerate(text.splitlines(keepends=True), start=1)]
 
 
-def _formatted_lines(text: str) -> frozenset[int]:
+def _lines_with_f_strings(text: str) -> set[int]:
     """Return the numbers of lines with f-strings in Python code, where braces are no placeholders."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
-        return frozenset()
-    spans = [
-        range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.JoinedStr)
-    ]
-    return frozenset(line for span in spans for line in span)
+        return set()
+    numbers: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            numbers.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return numbers

@@ -308,35 +308,35 @@ def _saving_alarm(saved: Saving, line: str) -> str:
 
 
 def _evaluation_alarm(found: Evaluation, line: str) -> str:
-    """Return the warning that an evaluation does not fit, with a setting that does."""
-    needs = (
-        f"batches of {found.batch} are out of memory"
-        if found.whole is None
-        else f"{plural(found.samples or 0, 'sample')} need {format_bytes(found.whole.device_bytes)}"
-        + (f", of which {format_bytes(found.whole.kept_bytes)} are outputs" if found.whole.kept_bytes else "")
-    )
-    host = (
-        f" (and {format_bytes(found.whole.host_bytes)} of the host)"
-        if found.whole is not None and found.whole.host_bytes
-        else ""
-    )
-    if found.settings:
-        fitting = ", ".join(f"{name}={value}" for name, value in found.settings.items())
-        of = " of its DataLoader" if found.of_loop else ""
-        sets = ", and is exported" if not found.of_loop else ", and autotune run sets it" if found.loader_key else ""
-        return f"the evaluation does not fit: {needs}{host}, where {line} fit; {fitting}{of} does{sets}"
-    if found.of_loop and found.whole is None:
-        return f"the evaluation does not fit: {needs}, where {line} fit; have its DataLoader make smaller ones"
-    settings = "smaller batch" if found.of_loop else "per_device_eval_batch_size or eval_accumulation_steps"
-    cure = (
-        "compute the metrics batch by batch, or evaluate fewer samples"
-        if found.of_loop
-        else "keep less of the outputs with preprocess_logits_for_metrics, compute the metrics batch by batch "
-        "(batch_eval_metrics), or evaluate fewer samples"
-        if found.whole is not None
-        else "what it makes beside its batches, such as copies of the weights, is too large"
-    )
-    return f"the evaluation does not fit: {needs}{host}, where {line} fit, and no {settings} changes that: {cure}"
+    """Return the warning that an evaluation does not fit, with a setting that does where one is known."""
+    whole = found.whole
+    if whole is None:
+        needs = f"batches of {found.batch} are out of memory"
+    else:
+        needs = f"{plural(found.samples or 0, 'sample')} need {format_bytes(whole.device_bytes)}"
+        if whole.kept_bytes:
+            needs += f", of which {format_bytes(whole.kept_bytes)} are outputs"
+        if whole.host_bytes:
+            needs += f" (and {format_bytes(whole.host_bytes)} of the host)"
+    alarm = f"the evaluation does not fit: {needs}, where {line} fit"
+    fitting = ", ".join(f"{name}={value}" for name, value in found.settings.items())
+    if found.of_loop:
+        if fitting:
+            sets = ", and autotune run sets it" if found.loader_key else ""
+            return f"{alarm}; {fitting} of its DataLoader does{sets}"
+        if whole is None:
+            return f"{alarm}; have its DataLoader make smaller ones"
+        cure = "compute the metrics batch by batch, or evaluate fewer samples"
+        return f"{alarm}, and no smaller batch changes that: {cure}"
+    if fitting:
+        return f"{alarm}; {fitting} does, and is exported"
+    cure = "what it makes beside its batches, such as copies of the weights, is too large"
+    if whole is not None:
+        cure = (
+            "keep less of the outputs with preprocess_logits_for_metrics, compute the metrics batch by batch "
+            "(batch_eval_metrics), or evaluate fewer samples"
+        )
+    return f"{alarm}, and no per_device_eval_batch_size or eval_accumulation_steps changes that: {cure}"
 
 
 def _last_step_sentence(last: LastStep) -> str:

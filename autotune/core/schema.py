@@ -94,10 +94,3 @@ def json_schemas(kinds: Iterable[Any], ref_template: str) -> tuple[Sequence[dict
     import msgspec
 
     return msgspec.json.schema_components(kinds, ref_template=ref_template)
-
-
-def json_schema(*kinds: Any) -> dict[str, Any]:
-    """Return the JSON Schema of a type, or of any of several types."""
-    found, components = json_schemas(kinds, "#/$defs/{name}")
-    made = found[0] if len(found) == 1 else {"anyOf": list(found)}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "$defs": components}

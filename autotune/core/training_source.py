@@ -58,11 +58,13 @@ def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
 def masked_options(words: Sequence[str]) -> list[str]:
     """Return the options with masked values in a command line that ``mask_secrets`` returned."""
     options = []
-    for before, word in zip(("", *words), words, strict=False):
+    before = ""
+    for word in words:
         if word == MASK:
             options.append(before)
         elif MASK in word:
             options.append(word.partition("=")[0])
+        before = word
     return options
 
 

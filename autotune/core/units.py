@@ -16,26 +16,10 @@ TIB = 1024**4
 
 # IEC 80000-13 prefixes are powers of 1024, SI prefixes powers of 1000. A bare "24G" is read as GiB, as nvidia-smi,
 # docker and Slurm do for memory.
-_BYTES_OF_SUFFIX = {
-    "": 1,
-    "b": 1,
-    "k": KIB,
-    "ki": KIB,
-    "kib": KIB,
-    "kb": 1000,
-    "m": MIB,
-    "mi": MIB,
-    "mib": MIB,
-    "mb": 1000**2,
-    "g": GIB,
-    "gi": GIB,
-    "gib": GIB,
-    "gb": 1000**3,
-    "t": TIB,
-    "ti": TIB,
-    "tib": TIB,
-    "tb": 1000**4,
-}
+_BYTES_OF_SUFFIX = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _BYTES_OF_SUFFIX |= dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 1024**_power)
+    _BYTES_OF_SUFFIX[f"{_letter}b"] = 1000**_power
 _SECONDS_OF_SUFFIX = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 # More than any machine has. A larger number is a typing error, and would overflow SQLite's integers.
@@ -100,18 +84,18 @@ def is_lopsided(mean: float, low: float, high: float) -> bool:
 
 def format_deviation(half_width: float) -> str:
     """Format half the width of an interval of logarithms: ``12%``, or ``a factor of 2.3`` where it is wide."""
-    factor = _factor(half_width)
+    factor = _factor_if_wide(half_width)
     return f"{half_width:.0%}" if factor is None else f"a factor of {factor}"
 
 
 def format_next_run(half_width: float) -> str:
     """Format half the width of an interval of logarithms after a number: `` ± 2.7%``, or `` ×/÷ 2.3`` if wide."""
-    factor = _factor(half_width)
+    factor = _factor_if_wide(half_width)
     return format_spread(half_width) if factor is None else f" ×/÷ {factor}"
 
 
-def _factor(half_width: float) -> str | None:
-    """Return the factor in words; ``None`` where ± is exact enough."""
+def _factor_if_wide(half_width: float) -> str | None:
+    """Return the factor that half an interval of logarithms stands for; ``None`` where ± is exact enough."""
     factor = math.exp(half_width)
     if not is_lopsided(1, 1 / factor, factor):
         return None
@@ -120,9 +104,9 @@ def _factor(half_width: float) -> str | None:
 
 def parse_share(text: str) -> float:
     """Parse ``0.05`` or ``5%`` to a fraction from 0 to below 1; raises ``ValueError`` for anything else."""
-    number, is_per_cent = (text.strip()[:-1], True) if text.strip().endswith("%") else (text, False)
+    number = text.strip()
     try:
-        share = float(number) / (100 if is_per_cent else 1)
+        share = float(number[:-1]) / 100 if number.endswith("%") else float(number)
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
