@@ -268,6 +268,10 @@ class RayEngine:
             if not self._cluster.is_ready(ticket, _FACTS_SECONDS):
                 return None
             facts = decode(self._cluster.get(ticket), NodeFacts)
+        except ServiceError as error:
+            # The cluster may answer again: the node is asked anew at the next refresh.
+            log.info("the node %s gave no answer: %s", node.host, error.message)
+            return None
         except (NodeLostError, AutotuneError, ValueError) as error:
             # The node may be about to go. It is refused for as long as the cluster lists it.
             self._refused[node.id] = f"the node {node.host} cannot run autotune: {error}"

@@ -1,13 +1,17 @@
 """Test what is said about a Ray cluster before Ray is imported: its address, its token, that Ray is not installed."""
 
+import contextlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotune.core.errors import InvalidRequestError, ServiceError
+from autotune.core.schema import encode
 from autotune.engine import ray_cluster
-from autotune.engine.ray_cluster import RayCluster, check_address, find_token
+from autotune.engine.ray import RayEngine, facts_here
+from autotune.engine.ray_cluster import ClusterNode, RayCluster, check_address, find_token
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +71,34 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(InvalidRequestError, match=r"needs Ray, which is not installed.*\[ray\]"):
         RayCluster("ray://h:1").connect()
+
+
+class OneNode:
+    """A cluster of one node, which does not answer the first question."""
+
+    def __init__(self, address: str) -> None:
+        self.questions = 0
+
+    def nodes(self) -> tuple[ClusterNode, ...]:
+        return (ClusterNode("node-1", "head", 0, 1),)
+
+    def get(self, ticket: object) -> Any:
+        self.questions += 1
+        if self.questions == 1:
+            raise ServiceError("the Ray cluster does not answer")
+        return encode(facts_here())
+
+    def is_ready(self, ticket: object, wait_seconds: float) -> bool:
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **options: None
+
+
+def test_a_node_is_asked_again_after_an_error_that_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autotune.engine.ray.RayCluster", OneNode)
+    with contextlib.closing(RayEngine("ray://h:1")) as engine:
+        assert not engine.hosts()
+        engine.refresh()
+        assert [host.node for host in engine.hosts()] == ["node-1"]
+        assert engine.problems() == []
