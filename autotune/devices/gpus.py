@@ -184,11 +184,13 @@ def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]
         return Prices(EXAMPLES, _DEFAULT_UNIT, f"examples: {EXAMPLES_FROM}")
     stated: dict[str, tuple[float, str | None]] = {}
     in_file = {} if path is None else read_table(f"--prices {path}", path, _FILE_HINT)
-    pairs = [(text, text.partition("=")) for text in given]
-    for text, (name, sign, _) in pairs:
+    prices = list(in_file.items())
+    for text in given:
+        name, sign, price = text.partition("=")
         if not sign or not name.strip():
             raise InvalidRequestError(f"--price {text!r} {'names no GPU' if sign else 'has no ='}", _HINT)
-    for name, value in [*in_file.items(), *((name.strip(), value.strip()) for _, (name, _, value) in pairs)]:
+        prices.append((name.strip(), price.strip()))
+    for name, value in prices:
         chip = names.get(name.lower())
         if chip is None:
             hint = " ".join(filter(None, [did_you_mean(name.lower(), names), _HINT]))

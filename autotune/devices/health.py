@@ -14,7 +14,7 @@ from autotune.core.units import GIB, MIB, format_bytes
 from autotune.devices.cores import usable_core_numbers
 from autotune.devices.host import ROOT, host_memory, physical_memory_bytes
 from autotune.devices.listing import VISIBLE, amd_gpu, list_devices
-from autotune.devices.nvml import device_condition, nvml_problem
+from autotune.devices.nvml import current_session, nvml_problem
 
 State = Literal["ok", "note", "wrong"]
 """``note`` costs speed or a choice; ``wrong`` keeps a search from starting, or ruins what it measures."""
@@ -106,7 +106,7 @@ def _of_gpu(gpu: Device) -> Iterator[Check]:
             f"{format_bytes(gpu.memory_used_bytes or 0)} are held by {who or 'processes without a name here'}",
             "end them, choose another GPU with --device, or give --memory-limit",
         )
-    condition = device_condition(gpu.uuid)
+    condition = current_session().condition(gpu.uuid)
     if condition is None:
         return
     if condition.is_lost:

@@ -214,7 +214,7 @@ class NvmlSession:
         return None if index is None else int(index), None if bus_id is None else _as_text(bus_id)
 
     def condition(self, uuid: str) -> Condition | None:
-        """Return the state of a GPU now; ``None`` without NVML or such a GPU."""
+        """Return the state of a GPU now; ``None`` for the CPU, and without NVML or such a GPU."""
         if self._binding is None:
             return None
         try:
@@ -431,11 +431,6 @@ def device_used_bytes(uuid: str) -> int | None:
 def gpu_number(uuid: str) -> int | None:
     """Return a GPU's number in nvidia-smi; ``None`` for a MIG instance and without NVML."""
     return None if uuid.startswith("MIG-") else current_session().location(uuid)[0]
-
-
-def device_condition(uuid: str) -> Condition | None:
-    """Return the current state of a GPU; ``None`` for the CPU and where NVML does not provide it."""
-    return current_session().condition(uuid)
 
 
 def gpu_policy(uuid: str) -> GpuPolicy | None:

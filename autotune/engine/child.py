@@ -37,6 +37,7 @@ from autotune.estimate.history import History
 from autotune.execution import WarmServer
 from autotune.store.opening import open_store
 from autotune.store.records import Stage, StudyRecord, TrialRecord
+from autotune.store.repository import Store
 from autotune.store.transfer import read_study, take_in_study
 from autotune.tuning.allowed import check_request
 from autotune.tuning.narrator import Narrator
@@ -233,45 +234,28 @@ class _Child:
         say("end", end)
 
     def _run(self, work: Work, say: Say) -> bool:
-        """Do the work in its ``storage``, or in a temporary database; return whether it finished.
+        """Do the work in its ``storage``, or in a temporary database whose records are sent.
 
-        The records of a temporary database are sent.
+        Return whether it finished.
         """
-        with contextlib.ExitStack() as stack:
-            if work.storage is not None:
-                return (
-                    self._search(work, work.storage, Teller(say))
-                    if work.kind != "verify"
-                    else _verify(work, work.storage, self._devices(work), say)
-                )
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True))
-            storage = str(Path(folder) / "autotune.db")
-            store = stack.enter_context(open_store(storage))
-            for document in work.studies:
-                take_in_study(store, document)
+        if work.storage is not None:
             if work.kind == "verify":
-                return _verify(work, storage, self._devices(work), say)
-
-            def record(trial: TrialRecord | None) -> None:
-                """Send the record of the study, with a trial and the end of the trial's log where one is given."""
-                document = read_study(store, work.study, [trial.id] if trial else [])
-                if document is not None:
-                    say("record", document)
-                if trial is None or trial.log_path is None:
-                    return
+                return _verify(work, work.storage, self._devices(work), say)
+            return self._search(work, work.storage, Teller(say))
+        with tempfile.TemporaryDirectory(prefix="autotune-", ignore_cleanup_errors=True) as folder:
+            storage = str(Path(folder) / "autotune.db")
+            with open_store(storage) as store:
+                for document in work.studies:
+                    take_in_study(store, document)
+                if work.kind == "verify":
+                    return _verify(work, storage, self._devices(work), say)
                 try:
-                    log = Path(trial.log_path).read_bytes()[-_MOST_LOG_BYTES:]
-                except OSError:
-                    return
-                say("log", {"number": trial.number, "text": log.decode("utf-8", "replace")})
-
-            try:
-                return self._search(work, storage, Teller(say, record))
-            finally:
-                # This includes what was not sent before: how the study ended, trials that were interrupted.
-                whole = read_study(store, work.study)
-                if whole is not None:
-                    say("record", whole)
+                    return self._search(work, storage, Teller(say, lambda trial: _send(store, work.study, trial, say)))
+                finally:
+                    # This includes what was not sent before: how the study ended, trials that were interrupted.
+                    whole = read_study(store, work.study)
+                    if whole is not None:
+                        say("record", whole)
 
     def _search(self, work: Work, storage: str, teller: Teller) -> bool:
         """Run or resume a search; return whether it finished."""
@@ -296,6 +280,20 @@ class _Child:
             return [find_device(uuid) for uuid in work.devices]
         seen = list_devices()
         return [device for device in seen if device.kind == "cuda"] or list(seen[:1])
+
+
+def _send(store: Store, study: str, trial: TrialRecord | None, say: Say) -> None:
+    """Send the record of a study, with a trial and the end of the trial's log where one is given."""
+    document = read_study(store, study, [trial.id] if trial else [])
+    if document is not None:
+        say("record", document)
+    if trial is None or trial.log_path is None:
+        return
+    try:
+        log = Path(trial.log_path).read_bytes()[-_MOST_LOG_BYTES:]
+    except OSError:
+        return
+    say("log", {"number": trial.number, "text": log.decode("utf-8", "replace")})
 
 
 def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:

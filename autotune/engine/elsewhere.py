@@ -111,13 +111,11 @@ def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> Sear
         options = {**asked.work_options(), **({"gpus": str(len(devices))} if len(devices) > 1 else {})}
         request = search_request(options, devices, asked.study, asked.code)
         check_request(request)
-    else:
-        from autotune.tuning.studies import recorded_request
+        return request
+    from autotune.tuning.studies import recorded_request
 
-        with open_store(storage, create=False) as store:
-            several = devices if len(devices) > 1 else devices[:1]
-            request = recorded_request(store, str(asked.study), None, None, several)
-    return request
+    with open_store(storage, create=False) as store:
+        return recorded_request(store, str(asked.study), None, None, devices)
 
 
 def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ...]]:
@@ -140,24 +138,32 @@ def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ..
         )
     if gpus is not None and gpus != "all" and not (str(gpus).isascii() and str(gpus).isdigit() and int(gpus)):
         raise InvalidRequestError(f"--gpus {gpus}: Ray chooses the GPUs of a cluster", "write how many: --gpus 2")
-    by_gpus = sorted(hosts, key=lambda host: -_count_gpus(host))
-    most = _count_gpus(by_gpus[0])
+    most = max(map(_count_gpus, hosts))
     if device == "cpu" or (device is None and gpus is None and most == 0):
-        host = next((host for host in reversed(by_gpus) if _count_gpus(host) == 0), None)
-        if host is None:
+        without_gpus = [host for host in hosts if _count_gpus(host) == 0]
+        if not without_gpus:
             raise DeviceError("every node of the Ray cluster has GPUs", "leave --device cpu out")
-        return host, host.devices[:1]
-    count = 1 if gpus is None else most if gpus == "all" else int(gpus)
-    if most < max(1, count):
+        return without_gpus[0], without_gpus[0].devices[:1]
+    count = 1
+    if gpus is not None:
+        count = max(1, most) if gpus == "all" else int(gpus)
+    fitting = [host for host in hosts if _count_gpus(host) >= count]
+    if not fitting:
         given = f"--gpus {gpus}" if gpus is not None else f"--device {device}"
-        kinds = [f"{n} {host.devices[0].name}" if (n := _count_gpus(host)) else "no GPU" for host in by_gpus]
-        have = ", ".join(f"{host.name} ({kind})" for host, kind in zip(by_gpus, kinds, strict=True))
+        have = ", ".join(
+            f"{host.name} ({_gpus_in_words(host)})" for host in sorted(hosts, key=_count_gpus, reverse=True)
+        )
         raise DeviceError(
-            f"{given}: no node of the Ray cluster has {plural(max(1, count), 'GPU')}; it has {have}",
+            f"{given}: no node of the Ray cluster has {plural(count, 'GPU')}; it has {have}",
             "ask for what one node has, or add a node",
         )
-    host = next(host for host in reversed(by_gpus) if _count_gpus(host) >= count)
+    host = min(fitting, key=_count_gpus)
     return host, host.devices[:count]
+
+
+def _gpus_in_words(host: Host) -> str:
+    count = _count_gpus(host)
+    return f"{count} {host.devices[0].name}" if count else "no GPU"
 
 
 def _count_gpus(host: Host) -> int:

@@ -177,6 +177,7 @@ class RayCluster:
         """
 
         def status(question: str, metadata: tuple[tuple[str, str], ...] = ()) -> str:
+            """Return the name of the status with which the cluster answers a question."""
             with grpc.insecure_channel(target) as channel:
                 ask = channel.unary_unary(question, request_serializer=bytes, response_deserializer=bytes)
                 try:
@@ -185,16 +186,17 @@ class RayCluster:
                     return str(error.code().name)
                 return "OK"
 
-        question, without = _OF_CONTROL, status(_OF_CONTROL)
-        if without == _UNKNOWN:
-            question, without = _OF_CLIENTS, status(_OF_CLIENTS)
-        is_control_server = question == _OF_CONTROL
-        if without not in (_REFUSED, _ANSWERS[question]):
+        status_without_token = status(_OF_CONTROL)
+        is_control_server = status_without_token != _UNKNOWN
+        question = _OF_CONTROL if is_control_server else _OF_CLIENTS
+        if not is_control_server:
+            status_without_token = status(_OF_CLIENTS)
+        if status_without_token not in (_REFUSED, _ANSWERS[question]):
             raise ServiceError(
                 f"no Ray cluster answers at {target}",
                 "see whether it runs (ray status on its head) and whether this machine reaches that port",
             )
-        if without != _REFUSED:
+        if status_without_token != _REFUSED:
             if not trusts_without_token():
                 raise ServiceError(
                     f"the Ray cluster at {target} asks for no token: everyone who reaches it can run code there",
@@ -244,10 +246,10 @@ class RayCluster:
             raise AutotuneError(
                 f"a process on the cluster failed: {_last_line(error)}", "please report this, with the log of Ray"
             ) from error
-        except (ray.exceptions.ActorDiedError, ray.exceptions.ActorUnschedulableError) as error:
-            has_died = isinstance(error, ray.exceptions.ActorDiedError)
-            why = "its process or the whole node has died" if has_died else _last_line(error)
-            raise NodeLostError(why) from error
+        except ray.exceptions.ActorDiedError as error:
+            raise NodeLostError("its process or the whole node has died") from error
+        except ray.exceptions.ActorUnschedulableError as error:
+            raise NodeLostError(_last_line(error)) from error
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, TimeoutError) as error:
             message = f"the Ray cluster at {self.address} does not answer: {_last_line(error)}"
             raise ServiceError(message, "see ray status on its head", status=0) from error
@@ -337,10 +339,8 @@ def _current_cluster() -> str:
         raise _ray_missing_error() from error
     try:
         address = get_ray_address_from_environment("auto", None)
-    except (ConnectionError, ValueError) as error:
+    except ConnectionError:
         address = None
-        if not isinstance(error, ConnectionError):
-            raise
     if not address:
         raise ServiceError("no Ray cluster runs on this machine", "name one: --executor ray://HOST:10001")
     return str(address)

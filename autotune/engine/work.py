@@ -174,35 +174,27 @@ def check_paths(options: Document, folders: Sequence[Path]) -> None:
     repository may be a folder.
     """
     for name in _MAY_BE_PATHS:
-        if isinstance(options.get(name), str):
-            _check_path(name, options[name], folders)
+        value = options.get(name)
+        if isinstance(value, str) and not _may_be_read(value, folders):
+            hint = (
+                "use a name of the catalog or the hub; the operator can allow folders with autotune serve --data FOLDER"
+            )
+            if folders:
+                hint = f"name a folder within {', '.join(map(str, folders))}"
+            raise InvalidRequestError(f"{name}: this service reads no files at {value[:120]!r}", hint)
 
 
-def _check_path(name: str, value: str, data_folders: Sequence[Path]) -> None:
-    """Raise ``InvalidRequestError`` for a path outside the operator's folders.
+def _may_be_read(value: str, folders: Sequence[Path]) -> bool:
+    """Return whether a value is a name of the catalog or the hub, or a path within one of the operator's folders.
 
-    A name of the catalog or the hub is no path, unless a file of that name exists here.
+    A name is no path, unless a file of that name exists here.
     """
-    expanded = value
     looks_like_path = value.startswith((".", "~", "/")) or ".." in value.split("/") or "\\" in value or "\0" in value
     try:
-        expanded = os.path.expanduser(value)
-        is_here = os.path.lexists(expanded)
-    except ValueError:
-        is_here = True
-    if not looks_like_path and not is_here:
-        return
-    try:
-        real = Path(expanded).resolve()
-        allowed = os.path.isabs(expanded) and any(real.is_relative_to(folder.resolve()) for folder in data_folders)
+        path = os.path.expanduser(value)
+        if not looks_like_path and not os.path.lexists(path):
+            return True
+        real = Path(path).resolve()
+        return os.path.isabs(path) and any(real.is_relative_to(folder.resolve()) for folder in folders)
     except (ValueError, OSError, RuntimeError):
-        allowed = False
-    if not allowed:
-        folders = ", ".join(map(str, data_folders))
-        raise InvalidRequestError(
-            f"{name}: this service reads no files at {value[:120]!r}",
-            f"name a folder within {folders}"
-            if folders
-            else "use a name of the catalog or the hub; the operator can "
-            "allow folders with autotune serve --data FOLDER",
-        )
+        return False

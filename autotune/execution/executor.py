@@ -63,12 +63,8 @@ class LocalExecutor:
 
     def __init__(self, servers: Sequence[TrialServer]) -> None:
         self._servers = tuple(servers)
+        self.slots = tuple(server.placement for server in servers)
         self._running: dict[str, _Running] = {}
-
-    @property
-    def slots(self) -> tuple[Placement, ...]:
-        """See ``Executor.slots``."""
-        return tuple(server.placement for server in self._servers)
 
     def submit(self, job: TrialJob) -> str:
         """See ``Executor.submit``."""

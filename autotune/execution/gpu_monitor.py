@@ -15,10 +15,9 @@ from autotune.core.errors import DeviceError
 from autotune.core.measured_steps import LEAST_CORE_WAIT, accepts_noise
 from autotune.core.messages import Progress
 from autotune.core.outcome import HOST_BOUND, Completed, Failed, Outcome, OutOfMemory
-from autotune.core.placement import Placement
 from autotune.core.units import format_bytes
 from autotune.devices.lock import Mark, Presence, had_company
-from autotune.devices.nvml import Condition, current_session, device_condition
+from autotune.devices.nvml import Condition, current_session
 from autotune.execution.executor import Executor, TrialJob
 
 # NVML takes a few milliseconds a reading; five in a second show any slowdown that lasts.
@@ -64,6 +63,7 @@ class WatchedExecutor:
         presence: Presence | None = None,
     ) -> None:
         self._executor = executor
+        self.slots = executor.slots
         self._context_bytes = context_bytes
         self._note = note
         self._is_ending = is_ending
@@ -72,11 +72,6 @@ class WatchedExecutor:
         self._clocks = _Clocks(note)
         self._watches: dict[str, list[_Watch]] = {}
         self._marks: dict[str, Mark] = {}
-
-    @property
-    def slots(self) -> tuple[Placement, ...]:
-        """See ``Executor.slots``."""
-        return self._executor.slots
 
     def submit(self, job: TrialJob) -> str:
         """Wait for free memory, then submit and watch the trial. Raises ``DeviceError`` for a lost GPU."""
@@ -87,7 +82,7 @@ class WatchedExecutor:
         gpus = {device.uuid: device for device in placement.devices if device.kind == "cuda"}
         for gpu in gpus.values():
             # Every GPU is checked first: waiting for memory on one of them may take a minute.
-            _check_is_there(gpu, device_condition(gpu.uuid))
+            _check_is_there(gpu, current_session().condition(gpu.uuid))
         ready = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
         trial_id = job.trial_id
 
@@ -111,16 +106,19 @@ class WatchedExecutor:
         for watch in watches:
             outcome = watch.judge(outcome, self._clocks)
         mark = self._marks.pop(trial_id, None)
-        if isinstance(outcome, Completed) and self._presence and mark and had_company(mark, self._presence.mark()):
-            why = "another search used this CPU"
-            return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
-        return outcome
+        if mark is None or self._presence is None or not isinstance(outcome, Completed):
+            return outcome
+        if not had_company(mark, self._presence.mark()):
+            return outcome
+        why = "another search used this CPU"
+        return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
 
     def close(self) -> None:
         """See ``Executor.close``."""
-        watches, self._watches = self._watches, {}
-        for watch in (watch for found in watches.values() for watch in found):
-            watch.stop()
+        for watches in self._watches.values():
+            for watch in watches:
+                watch.stop()
+        self._watches.clear()
         self._marks.clear()
         self._executor.close()
 
@@ -132,7 +130,7 @@ class WatchedExecutor:
         deadline = time.monotonic() + _RETURN_SECONDS
         has_said_so = False
         while True:
-            now = device_condition(gpu.uuid)
+            now = current_session().condition(gpu.uuid)
             _check_is_there(gpu, now)
             if now is None or not _lacks_memory(now, needed_bytes) or self._is_ending():
                 return now
@@ -178,13 +176,13 @@ def _newcomer_lines(pids: frozenset[int]) -> list[str]:
     return [f"process {pid} came to the GPU" for pid in sorted(pids)]
 
 
-def _share_lines(shares: dict[int, int], drawing: frozenset[int]) -> list[str]:
-    """Return a line for each process whose share of the GPU's time, in per cent, is above the noise."""
-    return [
-        f"process {pid} took {share} % of the GPU"
+def _above_noise(shares: dict[int, int], drawing: frozenset[int]) -> dict[int, int]:
+    """Return the processes whose share of the GPU's time, in per cent, costs more than noise."""
+    return {
+        pid: share
         for pid, share in sorted(shares.items())
         if share >= (_DRAWING_PER_CENT if pid in drawing else _BUSY_PER_CENT)
-    ]
+    }
 
 
 def _with_lost_device(outcome: Failed, gpu: Device, before: Condition, after: Condition) -> Failed:
@@ -230,13 +228,13 @@ class _Watch:
 
     def _read(self) -> None:
         while not self._ended.wait(_INTERVAL_SECONDS):
-            condition = device_condition(self._gpu.uuid)
+            condition = current_session().condition(self._gpu.uuid)
             self._readings.append(_Reading(condition, self._own_pids()))
 
     def judge(self, outcome: Outcome, clocks: _Clocks) -> Outcome:
         """Return the outcome with what disturbed the trial, or with the reason ``device_lost``."""
         others = self._newcomers()
-        after = device_condition(self._gpu.uuid) or self._before
+        after = current_session().condition(self._gpu.uuid) or self._before
         match outcome:
             case Failed(reason="error" | "killed" | "lost" | "timeout"):
                 return _with_lost_device(outcome, self._gpu, self._before, after)
@@ -249,9 +247,10 @@ class _Watch:
                 drawing = frozenset(pid for sample in (self._before, *self._conditions) for pid in sample.drawing_pids)
                 came = _newcomer_lines(others - neighbours.keys() - drawing)
                 slowed = clocks.slowed(self._gpu, self._before, self._conditions)
-                why = (*outcome.disturbed, *came, *_share_lines(neighbours, drawing), *slowed)
-                shown = {pid: share for pid, share in neighbours.items() if _share_lines({pid: share}, drawing)}
-                others_share = min(1.0, sum(shown.values()) / 100) or None
+                disturbing = _above_noise(neighbours, drawing)
+                took = [f"process {pid} took {share} % of the GPU" for pid, share in disturbing.items()]
+                why = (*outcome.disturbed, *came, *took, *slowed)
+                others_share = min(1.0, sum(disturbing.values()) / 100) or None
                 return dataclasses.replace(outcome, disturbed=why, others_share=others_share)
         return outcome
 
@@ -278,7 +277,7 @@ class _Watch:
         deadline = time.monotonic() + _RETURN_SECONDS
         while _lacks_memory(after, self._needed_bytes) and time.monotonic() < deadline:
             time.sleep(_INTERVAL_SECONDS)
-            after = device_condition(self._gpu.uuid) or self._before
+            after = current_session().condition(self._gpu.uuid) or self._before
         short = [condition for condition in (self._before, after) if _lacks_memory(condition, self._needed_bytes)]
         missing = [self._needed_bytes - (condition.free_bytes or 0) for condition in short]
         return [f"other processes held {format_bytes(max(missing))} of what a trial may reserve"] if missing else []
@@ -308,7 +307,8 @@ class _Clocks:
                 self._note(f"{word} lasts on {gpu.label}: trials count as they are, and training will run so too")
         hottest = max((s.temperature_celsius for s in samples if s.temperature_celsius is not None), default=None)
         reasons = [f"{word} at {hottest} °C" if hottest is not None else word for word in words if word not in steady]
-        clock, best = max((sample.sm_clock_mhz or 0 for sample in samples), default=0), self._best_mhz.get(gpu.uuid, 0)
+        clock = max((sample.sm_clock_mhz or 0 for sample in samples), default=0)
+        best = self._best_mhz.get(gpu.uuid, 0)
         is_capped = any(sample.is_power_capped for sample in samples)
         if not words and not is_capped and len(samples) >= _FEWEST_SAMPLES and clock < _CLOCK_DROP * best:
             reasons.append(f"clocks of {clock} MHz, not {best} MHz as before")

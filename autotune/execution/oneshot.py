@@ -238,7 +238,7 @@ class GpuInspection:
         self._process = None
 
 
-def merged(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:
+def with_gpu_facts(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:
     """Return the trial server's inspection completed by the facts of the GPU."""
     if of_gpu is None:
         return inspection

@@ -37,7 +37,7 @@ from autotune.core.schema import decode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.core.workload import Workload
 from autotune.execution.child_process import check_own_code, how_it_ended, tail
-from autotune.execution.oneshot import GpuInspection, find_protection, merged
+from autotune.execution.oneshot import GpuInspection, find_protection, with_gpu_facts
 from autotune.execution.server_process import ServerProcess, WarmServer
 from autotune.models.dataset_files import check_unchanged
 
@@ -85,17 +85,16 @@ class TrialServer:
         self.placement = Placement.of(placement) if isinstance(placement, Device) else placement
         self._log_folder = log_folder
         self._process = ServerProcess(self.placement, workload, log_folder, on_start, warm)
+        self.server_log = self._process.log_path
+        """Where the server's own output goes."""
         self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
         self._looks = 0
         self._protection = protection
         self._layer: Scratch | None = None
         """The folder of the files that the inspection of the user's own code wrote; its trials find them in place."""
-        self._gpu = (
-            warm.inspection(self.placement, convolves=not workload.is_text)
-            if warm is not None
-            else GpuInspection(self.placement, convolves=not workload.is_text)
-        )
+        inspection_of = GpuInspection if warm is None else warm.inspection
+        self._gpu = inspection_of(self.placement, convolves=not workload.is_text)
 
     def __enter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
@@ -114,11 +113,6 @@ class TrialServer:
         if self._layer is not None:
             self._layer.remove()
             self._layer = None
-
-    @property
-    def server_log(self) -> Path:
-        """Where the server's own output goes."""
-        return self._process.log_path
 
     @property
     def workload(self) -> Workload:
@@ -287,15 +281,13 @@ class TrialServer:
         while self._prediction_jobs(has_ended=False) and not self._prediction_jobs(has_ended=True):
             if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
                 break
-        ended = {job_id: self._jobs[job_id].answer for job_id in self._prediction_jobs(has_ended=True)}
-        for job_id in ended:
-            del self._jobs[job_id]
-        return {
-            job_id: replace(answer, last_words=tail(self._prediction_log(job_id), 1))
-            if answer.result is None
-            else answer
-            for job_id, answer in ended.items()
-        }
+        ended = {}
+        for job_id in self._prediction_jobs(has_ended=True):
+            answer = self._jobs.pop(job_id).answer
+            if answer.result is None:
+                answer = replace(answer, last_words=tail(self._prediction_log(job_id), 1))
+            ended[job_id] = answer
+        return ended
 
     def _prediction_log(self, job_id: str) -> Path:
         return self._log_folder / f"predict-{job_id}.log"
@@ -386,15 +378,13 @@ class TrialServer:
             raise self._inspection_error(str(error), log_path) from error
         if self.workload.source is not None:
             check_own_code(self.workload.source.name, answer, answered.problem, log_path, timeout_seconds)
-        if answered.inspection is not None and answered.inspection.model is not None and self._protection is not None:
-            model = answered.inspection.model
-            interface = replace(model.interface, protection=self._protection)
-            answered = replace(
-                answered, inspection=replace(answered.inspection, model=replace(model, interface=interface))
-            )
-        if answered.inspection is None:
+        found = answered.inspection
+        if found is None:
             raise self._inspection_error(how_it_ended(answer, str(log_path)), log_path)
-        return merged(answered.inspection, self._gpu.finish() if of_gpu is None else of_gpu)
+        if found.model is not None and self._protection is not None:
+            interface = replace(found.model.interface, protection=self._protection)
+            found = replace(found, model=replace(found.model, interface=interface))
+        return with_gpu_facts(found, self._gpu.finish() if of_gpu is None else of_gpu)
 
     def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer:
         """Return the first steps with some settings, or the reason why there are none."""

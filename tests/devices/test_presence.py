@@ -57,17 +57,11 @@ class TestPresence:
             before = ours.mark()
             assert had_company(before, ours.mark())
 
-    def test_one_that_comes_and_stays(self) -> None:
+    def test_one_that_comes_and_one_that_has_gone_again(self) -> None:
         with Presence("cpu") as ours:
             before = ours.mark()
             with another_search():
                 assert had_company(before, ours.mark())
-
-    def test_one_that_comes_and_goes(self) -> None:
-        with Presence("cpu") as ours:
-            before = ours.mark()
-            with another_search():
-                pass
             assert had_company(before, ours.mark())
 
     def test_one_that_was_killed_before_is_not_there(self) -> None:

@@ -13,7 +13,7 @@ from autotune.core.errors import TrialServerError
 from autotune.core.inspection import Inspection, Software
 from autotune.core.placement import Placement
 from autotune.execution import TrialServer, WarmServer
-from autotune.execution.oneshot import GpuInspection, merged
+from autotune.execution.oneshot import GpuInspection, with_gpu_facts
 
 GPU = Placement.of(Device("cuda", 0, "GPU-1", "A GPU", 2**34, None, None, None))
 
@@ -26,28 +26,36 @@ os.write(int(sys.argv[1]), json.dumps(answer).encode())
 """
 
 
-def test_a_process_of_its_own_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It sees the one GPU, and its facts go before those of the server, which has no GPU."""
-    (tmp_path / "tells_of_gpu.py").write_text(ANSWER)
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program that inspects the GPU; it answers."""
+    path = tmp_path / "tells_of_gpu.py"
+    path.write_text(ANSWER)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
+    return path
+
+
+@pytest.mark.usefixtures("program")
+def test_a_process_of_its_own_tells(tmp_path: Path) -> None:
+    """It sees the one GPU, and its facts go before those of the server, which has no GPU."""
     inspection = GpuInspection(GPU, convolves=True)
     inspection.begin(tmp_path)
     inspection.begin(tmp_path)
     told = inspection.finish()
     assert told.chip.name == "{'device_uuid': 'GPU-1', 'convolves': True, 'ranks': 1} on GPU-1"
-    facts = merged(Inspection(Software("3.12", {}, ())), told)
+    facts = with_gpu_facts(Inspection(Software("3.12", {}, ())), told)
     assert facts.context_bytes == 5
     assert facts.chip == told.chip
     assert (facts.software.cuda, facts.software.python) == ("13.0", "3.12")
 
 
 @pytest.mark.parametrize("is_disturbed", [False, True])
-def test_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disturbed: bool) -> None:
+def test_what_it_told_is_kept(
+    program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disturbed: bool
+) -> None:
     """For the next search, unless the memory in use on the GPU changed meanwhile."""
-    (tmp_path / "tells_of_gpu.py").write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": os.getpid()'))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
+    program.write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": os.getpid()'))
     in_use = itertools.count() if is_disturbed else itertools.repeat(0)
     monkeypatch.setattr("autotune.execution.oneshot.device_used_bytes", lambda uuid: next(in_use))
     with WarmServer() as warm:
@@ -61,10 +69,8 @@ def test_what_it_told_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, i
         assert warm.inspection(GPU, convolves=True) is not inspection
 
 
-def test_an_answer_of_another_version_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tells_of_gpu.py").write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": "5"'))
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
+def test_an_answer_of_another_version_is_told(program: Path, tmp_path: Path) -> None:
+    program.write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": "5"'))
     inspection = GpuInspection(GPU, convolves=True)
     inspection.begin(tmp_path)
     with pytest.raises(TrialServerError, match=r"malformed GpuFacts: Expected `int`, got `str` - at `\$.con"):
@@ -88,11 +94,9 @@ def test_a_cpu_needs_none(tmp_path: Path, cpu: Device) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_no_trial_runs_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_trial_runs_beside_it(program: Path, tmp_path: Path) -> None:
     """Where the answer is remembered, the process has ended before there are trials."""
-    (tmp_path / "tells_of_gpu.py").write_text("import sys, time; sys.stdin.readline(); time.sleep(60)")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("autotune.execution.oneshot._MODULE", "tells_of_gpu")
+    program.write_text("import sys, time; sys.stdin.readline(); time.sleep(60)")
     with WarmServer() as warm:
         inspection = warm.inspection(GPU, convolves=False)
         server = TrialServer(GPU, tiny_workload("bert-tiny"), tmp_path / "logs", lambda: None, warm)

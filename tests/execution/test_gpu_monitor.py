@@ -237,5 +237,6 @@ def test_without_nvml_nothing_is_watched(machine: Machine) -> None:
     code = f"""
 device = dataclasses.replace(find_device("cuda:0"), uuid="GPU-no-such")
 executor = WatchedExecutor(Trials(COMPLETED, readings=0, device=device), 0, notes.append)
-answer = [run_to_end(executor, job_of(CANDIDATE, GIB)).disturbed, device_condition({uuid_of(0)!r}).free_bytes]"""
+disturbed = run_to_end(executor, job_of(CANDIDATE, GIB)).disturbed
+answer = [disturbed, current_session().condition({uuid_of(0)!r}).free_bytes]"""
     assert ask_watched(machine, code) == [[], 76 * GIB]

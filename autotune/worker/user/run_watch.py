@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from autotune.core.real_training import Promise, WatchedRun
 from autotune.core.schema import encode
 from autotune.core.units import format_bytes, format_rate, format_seconds
-from autotune.devices.nvml import device_condition
+from autotune.devices.nvml import current_session
 from autotune.worker.private.torch import around_batches
 from autotune.worker.trial.meter import growth_of
 from autotune.worker.wrapping import around, on_import
@@ -103,7 +103,7 @@ class RunWatch:
         )
         if self.is_on_cuda:
             uuid = getattr(torch.cuda.get_device_properties(self._device), "uuid", None)
-            condition = device_condition(f"GPU-{uuid}") if uuid is not None else None
+            condition = current_session().condition(f"GPU-{uuid}") if uuid is not None else None
             slowdowns = condition.slowdowns if condition is not None else ()
             self._report_once("clocks", step, f"the GPU is slowed down: {', '.join(slowdowns)}" if slowdowns else None)
 
