@@ -102,15 +102,17 @@ _IN_PASSING = (
 )
 
 
-def postgres_pool(location: Location, size: int) -> dict[str, Any]:
+def _postgres_arguments(location: Location) -> dict[str, Any]:
     """Return the arguments of ``create_engine`` for a PostgreSQL database.
 
     Connections are tested before each use, since a restarted server has closed them.
     """
     own: dict[str, str | int] = {"connect_timeout": CONNECT_SECONDS, "application_name": "autotune", **_LOST_PEER}
     return {
+        "json_serializer": write_strict_json,
+        "json_deserializer": read_strict_json,
         "pool_pre_ping": True,
-        "pool_size": size,
+        "pool_size": POOL_SIZE,
         "max_overflow": 0,
         # A firewall in between may close an idle connection.
         "pool_recycle": 1800,
@@ -119,8 +121,8 @@ def postgres_pool(location: Location, size: int) -> dict[str, Any]:
     }
 
 
-def prepare_postgres(engine: Engine, lock_timeout_seconds: float) -> None:
-    """Set the lock timeout of each connection, and wait for a restarting server."""
+def _limit_lock_waits(engine: Engine, lock_timeout_seconds: float) -> None:
+    """Set the lock timeout of each connection to a PostgreSQL server."""
 
     @event.listens_for(engine, "connect")
     def limit(dbapi_connection: Any, _record: Any) -> None:
@@ -128,10 +130,8 @@ def prepare_postgres(engine: Engine, lock_timeout_seconds: float) -> None:
             cursor.execute(f"SET lock_timeout = {int(1000 * lock_timeout_seconds)}")
         dbapi_connection.commit()
 
-    wait_for_restarts(engine)
 
-
-def wait_for_restarts(engine: Engine) -> None:
+def _wait_for_restarts(engine: Engine) -> None:
     """Make an engine wait up to ``RESTART_SECONDS`` for a restarting server; one never reached is an error at once."""
     was_there = False
 
@@ -166,7 +166,7 @@ def migration_lock(engine: Engine) -> Iterator[None]:
         yield
 
 
-def describe_postgres_error(error: BaseException) -> tuple[str, str] | None:
+def _describe_postgres_error(error: BaseException) -> tuple[str, str] | None:
     """Return the meaning of a PostgreSQL error and a hint; ``None`` for any other error."""
     if not isinstance(error, postgres_errors()):
         return None
@@ -178,8 +178,7 @@ def describe_postgres_error(error: BaseException) -> tuple[str, str] | None:
     for words, message, hint in _BY_TEXT:
         if not code and words in said:
             return message, hint
-    lines = said.splitlines() or [type(error).__name__]
-    return f"failed: {lines[0]}", f"see that the server works, or {_ANOTHER}"
+    return f"failed: {_first_line(error)}", f"see that the server works, or {_ANOTHER}"
 
 
 def postgres_errors() -> tuple[type[Exception], ...]:
@@ -248,30 +247,25 @@ def _marked_float(found: dict[str, Any]) -> Any:
 
 def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_keys: bool = True) -> Engine:
     """Return an engine for autotune's tables. Migrations disable foreign keys, since they rebuild tables."""
-    serializer = functools.partial(json.dumps, separators=(",", ":"))
-    if location.path is None:
-        arguments: dict[str, Any] = {"json_serializer": serializer}
-        if location.is_postgres:
-            arguments = {
-                "json_serializer": write_strict_json,
-                "json_deserializer": read_strict_json,
-                **postgres_pool(location, POOL_SIZE),
-            }
-        try:
-            engine = create_engine(location.url, **{"pool_pre_ping": True, **arguments})
-        except ImportError as error:
-            extra = how_to_add("postgres") if location.is_postgres else "install it"
-            raise StorageError(
-                f"{location.label} needs a Python package that is not installed ({error})",
-                f"{extra}, or {location.another}",
-            ) from error
-        if engine.dialect.is_async:
-            raise StorageError(f"{location.label} names an asynchronous driver", "name a synchronous one")
-        if location.is_postgres:
-            prepare_postgres(engine, lock_timeout_seconds)
+    arguments: dict[str, Any] = {"json_serializer": functools.partial(json.dumps, separators=(",", ":"))}
+    if location.path is not None:
+        engine = create_engine(location.url, connect_args={"timeout": lock_timeout_seconds}, **arguments)
+        _own_transactions(engine, foreign_keys=foreign_keys)
         return engine
-    engine = create_engine(location.url, json_serializer=serializer, connect_args={"timeout": lock_timeout_seconds})
-    _own_transactions(engine, foreign_keys=foreign_keys)
+    arguments = _postgres_arguments(location) if location.is_postgres else {"pool_pre_ping": True, **arguments}
+    try:
+        engine = create_engine(location.url, **arguments)
+    except ImportError as error:
+        extra = how_to_add("postgres") if location.is_postgres else "install it"
+        raise StorageError(
+            f"{location.label} needs a Python package that is not installed ({error})",
+            f"{extra}, or {location.another}",
+        ) from error
+    if engine.dialect.is_async:
+        raise StorageError(f"{location.label} names an asynchronous driver", "name a synchronous one")
+    if location.is_postgres:
+        _limit_lock_waits(engine, lock_timeout_seconds)
+        _wait_for_restarts(engine)
     return engine
 
 
@@ -357,7 +351,7 @@ def _is_damage(error: Exception) -> bool:
 def _translate(label: str, error: BaseException) -> StorageError:
     """Return the ``StorageError`` for an error of a database or of the file system."""
     for cause in _causes(error):
-        if (meaning := describe_postgres_error(cause)) is not None:
+        if (meaning := _describe_postgres_error(cause)) is not None:
             return StorageError(f"{label} {meaning[0]}", meaning[1], may_pass=True)
         if isinstance(cause, sqlite3.Error):
             name = getattr(cause, "sqlite_errorname", None) or ""

@@ -34,24 +34,21 @@ def open_store(
     *,
     create: bool = True,
     lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-    migrations: Path | None = None,
 ) -> Store:
     """Open the database at a path or SQLAlchemy URL, with autotune's tables up to date.
 
     A missing file is created, with its folders, unless ``create`` is false; so are the tables in a server's database.
-    ``migrations`` is the folder of Alembic's scripts, autotune's own by default. Raises ``StorageError`` where the
-    database is missing, locked, damaged, not writable, another program's, or from a newer autotune, where the file
-    holds none, and where its server cannot be reached. Such a database is not changed. Tables of Optuna, in which older
-    versions recorded trials a second time, are left as they are.
+    Raises ``StorageError`` where the database is missing, locked, damaged, not writable, another program's, or from a
+    newer autotune, where the file holds none, and where its server cannot be reached. Such a database is not changed.
+    Tables of Optuna, in which older versions recorded trials a second time, are left as they are.
     """
     place = resolve_location(location)
-    scripts = migrations or migrations_folder()
     with storage_errors(place.label):
         if place.path is not None:
             if create and not place.path.exists():
-                _create_file(place, place.path, lock_timeout_seconds, scripts)
+                _create_file(place, place.path, lock_timeout_seconds)
             _check_file(place, place.path)
-        return _open(place, lock_timeout_seconds, scripts, create=create)
+        return _open(place, lock_timeout_seconds, create=create)
 
 
 def current_revision(location: str) -> tuple[str | None, str]:
@@ -66,7 +63,7 @@ def current_revision(location: str) -> tuple[str | None, str]:
         engine = build_engine(place, LOCK_TIMEOUT_SECONDS)
         try:
             with transaction(engine, writes=False) as connection:
-                return recorded_revision(connection), head_revision(migrations_folder())
+                return recorded_revision(connection), head_revision()
         finally:
             engine.dispose()
 
@@ -80,7 +77,7 @@ def upgrade(location: str) -> tuple[str | None, str]:
     is_missing = place.path is not None and not os.path.lexists(place.path)
     before = None if is_missing else current_revision(location)[0]
     open_store(location).close()
-    return before, head_revision(migrations_folder())
+    return before, head_revision()
 
 
 def _check_file(place: Location, path: Path) -> None:
@@ -95,7 +92,7 @@ def _check_file(place: Location, path: Path) -> None:
         raise StorageError(f"{place.label} is a folder", "name a file within it with --storage")
 
 
-def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scripts: Path) -> None:
+def _create_file(place: Location, path: Path, lock_timeout_seconds: float) -> None:
     """Create the file under a temporary name, and move it into place when it is complete.
 
     So no process sees an incomplete database, whether this process is killed, the disk is full, or another process
@@ -107,7 +104,7 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
     try:
         # SQLite gives the files beside it the same mode.
         os.close(private_opener(str(draft.path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        _upgrade_tables(draft, lock_timeout_seconds, scripts)
+        _upgrade_tables(draft, lock_timeout_seconds)
         try:
             os.link(draft.path, path)
         except FileExistsError:
@@ -121,11 +118,11 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float, scrip
             draft.path.with_name(draft.path.name + suffix).unlink(missing_ok=True)
 
 
-def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create: bool) -> Store:
+def _open(place: Location, lock_timeout_seconds: float, *, create: bool) -> Store:
     """Open a database and upgrade its tables, after checks that write nothing: a refused database stays unchanged."""
     engine = build_engine(place, lock_timeout_seconds)
     try:
-        has_tables, is_current = _inspect(engine, place, scripts)
+        has_tables, is_current = _inspect(engine, place)
         if place.path is None and not create and not has_tables:
             raise StorageError(
                 f"there are no studies of autotune in {place.label}",
@@ -134,9 +131,9 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create
         if not is_current:
             # One process at a time; another may have done it while this one waited.
             with migration_lock(engine):
-                _, is_current = _inspect(engine, place, scripts)
+                _, is_current = _inspect(engine, place)
                 if not is_current:
-                    _upgrade_tables(place, lock_timeout_seconds, scripts)
+                    _upgrade_tables(place, lock_timeout_seconds)
         if place.path is not None:
             choose_journal(engine, shared_file_system=on_network_file_system(place.path))
         return Store(place, engine)
@@ -145,11 +142,8 @@ def _open(place: Location, lock_timeout_seconds: float, scripts: Path, *, create
         raise
 
 
-def _inspect(engine: Engine, place: Location, folder: Path) -> tuple[bool, bool]:
-    """Return whether the database has autotune's tables, and whether their revision is the newest.
-
-    Raises ``StorageError`` for the database of a newer autotune or of another program.
-    """
+def _inspect(engine: Engine, place: Location) -> tuple[bool, bool]:
+    """Return whether the database has autotune's tables, and whether their revision is the newest; refuse others'."""
     with transaction(engine, writes=False) as connection:
         names = inspect(connection).get_table_names()
         has_tables = any(name.startswith(PREFIX) for name in names)
@@ -162,7 +156,7 @@ def _inspect(engine: Engine, place: Location, folder: Path) -> tuple[bool, bool]
                 "choose another file with --storage",
             )
         revision = recorded_revision(connection)
-    scripts = ScriptDirectory(folder)
+    scripts = ScriptDirectory(migrations_folder())
     if revision is not None and revision not in {script.revision for script in scripts.walk_revisions()}:
         raise StorageError(
             f"{place.label} was written by a newer autotune (revision {revision}, this one knows "
@@ -182,8 +176,9 @@ def migrations_folder() -> Path:
     raise StorageError(f"this installation of autotune at {package} lacks its migrations", "install it again with pip")
 
 
-def head_revision(folder: Path) -> str:
-    """Return the newest revision in the folder."""
+def head_revision() -> str:
+    """Return the newest revision that this autotune knows."""
+    folder = migrations_folder()
     head = ScriptDirectory(folder).get_current_head()
     if head is None:
         raise StorageError(f"there are no migrations in {folder}", "install autotune again with pip")
@@ -195,12 +190,12 @@ def recorded_revision(connection: Connection) -> str | None:
     return MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE}).get_current_revision()
 
 
-def _upgrade_tables(location: Location, lock_timeout_seconds: float, folder: Path) -> None:
+def _upgrade_tables(location: Location, lock_timeout_seconds: float) -> None:
     """Upgrade autotune's tables to the newest revision in one transaction; newest ones stay as they are."""
     engine = build_engine(location, lock_timeout_seconds, foreign_keys=False)
     config = Config()
     # A % would start an interpolation.
-    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     try:
         with transaction(engine, writes=True) as connection:
             # Used by ``env.py``.

@@ -281,10 +281,7 @@ class Store:
 
     @contextmanager
     def _guarded(self) -> Iterator[Connection]:
-        """Open a transaction that writes records of the held study.
-
-        Raises ``StorageError`` where this process has lost the lease of that study.
-        """
+        """Open a transaction that writes records of the held study, unless this process has lost its lease."""
         with self._transaction(writes=True) as connection:
             if self._held is not None:
                 study, token = self._held

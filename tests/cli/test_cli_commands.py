@@ -8,9 +8,9 @@ import pytest
 from command_line import TINY_MODEL, Run, Studied
 
 from autotune.core.units import format_rate
-from autotune.store.opening import head_revision, migrations_folder
+from autotune.store.opening import head_revision
 
-HEAD = head_revision(migrations_folder())
+HEAD = head_revision()
 
 
 def test_devices_without_a_gpu(run: Run) -> None:

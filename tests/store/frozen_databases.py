@@ -7,9 +7,12 @@ what that revision kept besides: answers of trial processes, jobs of a service w
 
 import shutil
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from autotune.store.opening import head_revision, migrations_folder
 
@@ -47,8 +50,11 @@ def write_frozen(folder: Path, revision: str) -> Path:
     return path
 
 
-def scripts_ending_with(folder: Path, ending: str) -> Path:
-    """The project's migrations and one more, which ends as given."""
+@contextmanager
+def later_migration(folder: Path, ending: str) -> Iterator[None]:
+    """Have databases migrated by the project's migrations and one more, which ends as given, within the block."""
     shutil.copytree(migrations_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "versions" / "9999_extra.py").write_text(SCRIPT.format(ending=ending, head=head_revision(folder)))
-    return folder
+    (folder / "versions" / "9999_extra.py").write_text(SCRIPT.format(ending=ending, head=head_revision()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autotune.store.opening.migrations_folder", lambda: folder)
+        yield

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from frozen_databases import REVISIONS, run_sql, scripts_ending_with, write_frozen
+from frozen_databases import REVISIONS, later_migration, run_sql, write_frozen
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import prepared, search, with_environment
 
@@ -77,9 +77,9 @@ def test_a_migration_that_fails_leaves_every_byte_and_the_search_can_be_gone_on_
 ) -> None:
     run_sql(frozen, f"PRAGMA journal_mode={journal}")
     before = frozen.read_bytes()
-    scripts = scripts_ending_with(tmp_path / "scripts", 'op.execute("INSERT INTO autotune_nowhere VALUES (1)")')
-    with pytest.raises(Exception, match="autotune_nowhere"):
-        open_store(str(frozen), migrations=scripts)
+    failing = later_migration(tmp_path / "scripts", 'op.execute("INSERT INTO autotune_nowhere VALUES (1)")')
+    with failing, pytest.raises(Exception, match="autotune_nowhere"):
+        open_store(str(frozen))
     assert frozen.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith("frozen")] == ["frozen.db"]
     go_on(frozen)

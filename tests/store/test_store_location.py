@@ -25,13 +25,6 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert resolve_location("~/a.db").path == tmp_path / "a.db"
 
 
-def test_a_server_has_no_path_and_its_password_stays_out_of_messages() -> None:
-    location = resolve_location("postgresql://me:secret@host/autotune")
-    assert location.path is None
-    assert "secret" not in location.label
-    assert location.url.password == "secret"
-
-
 ODD_NAMES = ["a b.db", "a {b} c.db", "100%.db", "a#c.db", "größe.db", "a:b@c&d=e.db", "'q'.db"]
 
 

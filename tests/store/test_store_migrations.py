@@ -13,7 +13,7 @@ import pytest
 import warm
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
-from frozen_databases import run_sql, scripts_ending_with, write_frozen
+from frozen_databases import later_migration, run_sql, write_frozen
 
 import autotune
 from autotune.core.candidate import Arm, Candidate
@@ -61,10 +61,8 @@ def test_the_scripts_build_what_is_declared(filled: Path) -> None:
 
 
 def test_a_later_migration_rebuilds_a_table_and_keeps_its_rows(filled: Path, tmp_path: Path) -> None:
-    scripts = scripts_ending_with(tmp_path / "scripts", "pass")
-    with open_store(str(filled), migrations=scripts) as store:
-        study = store.study("kept")
-        assert len(store.trials(study.id)) == 1
+    with later_migration(tmp_path / "scripts", "pass"), open_store(str(filled)) as store:
+        assert len(store.trials(store.study("kept").id)) == 1
     assert run_sql(filled, "SELECT comment FROM autotune_studies") == [("kept",)]
     assert run_sql(filled, "PRAGMA foreign_key_check") == []
     references = {row[2] for row in run_sql(filled, "PRAGMA foreign_key_list(autotune_trials)")}
@@ -76,21 +74,19 @@ def test_a_later_migration_rebuilds_a_table_and_keeps_its_rows(filled: Path, tmp
 
 def test_a_process_killed_within_a_migration_leaves_the_database_as_it_was(filled: Path, tmp_path: Path) -> None:
     before = content(filled)
-    scripts = scripts_ending_with(tmp_path / "scripts", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    child = multiprocessing.get_context("fork").Process(
-        target=open_store, args=(str(filled),), kwargs={"migrations": scripts}, daemon=True
-    )
-    child.start()
-    child.join(30)
+    with later_migration(tmp_path / "scripts", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):
+        child = multiprocessing.get_context("fork").Process(target=open_store, args=(str(filled),), daemon=True)
+        child.start()
+        child.join(30)
     assert child.exitcode == -9
     assert content(filled) == before
     open_store(str(filled)).close()
 
 
 def test_a_new_file_is_not_left_behind_by_a_migration_that_fails(database: Path, tmp_path: Path) -> None:
-    scripts = scripts_ending_with(tmp_path / "scripts", "op.execute('no SQL')")
-    with pytest.raises(StorageError, match="syntax error"):
-        open_store(str(database), migrations=scripts)
+    failing = later_migration(tmp_path / "scripts", "op.execute('no SQL')")
+    with failing, pytest.raises(StorageError, match="syntax error"):
+        open_store(str(database))
     assert list(database.parent.iterdir()) == []
 
 

@@ -20,9 +20,9 @@ from processes import receive
 from autotune.core.errors import StorageError
 from autotune.store.engine import build_engine, choose_journal
 from autotune.store.location import resolve_location
-from autotune.store.opening import current_revision, head_revision, migrations_folder, open_store, upgrade
+from autotune.store.opening import current_revision, head_revision, open_store, upgrade
 
-HEAD = head_revision(migrations_folder())
+HEAD = head_revision()
 
 
 def tables(path: Path) -> set[str]:

@@ -33,10 +33,10 @@ from autotune.store.engine import (
 )
 from autotune.store.leases import name_of_study
 from autotune.store.location import resolve_location, shown_location
-from autotune.store.opening import current_revision, head_revision, migrations_folder, open_store, upgrade
+from autotune.store.opening import current_revision, head_revision, open_store, upgrade
 from autotune.store.repository import Store, measured_trials
 
-HEAD = head_revision(migrations_folder())
+HEAD = head_revision()
 
 
 @pytest.fixture
