@@ -28,12 +28,12 @@ def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
     if isinstance(levers := given.get("levers"), Mapping):
         given = {name: value for name, value in given.items() if name != "levers"}
         given = {**given, **with_levers(given, levers)}
-    return {
-        name: None
-        if value is None and BY_NAME[name].default is None and name not in required
-        else BY_NAME[name].kind.check(name, value)
-        for name, value in given.items()
-    }
+    checked = {}
+    for name, value in given.items():
+        option = BY_NAME[name]
+        is_left_out = value is None and option.default is None and name not in required
+        checked[name] = None if is_left_out else option.kind.check(name, value)
+    return checked
 
 
 def with_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: str = "search") -> dict[str, Any]:
@@ -49,7 +49,9 @@ def with_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: st
             raise InvalidRequestError(
                 f"there is no lever {str(written)[:40]!r}", meant or f"there are {', '.join(known)}"
             )
-        option, word = BY_NAME[name], {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+        option, word = BY_NAME[name], value
+        if isinstance(value, bool):
+            word = "on" if value else "off"
         try:
             found[name] = option.kind.read(word) if isinstance(word, str) else option.kind.accept(word)
         except (ValueError, InvalidRequestError) as error:

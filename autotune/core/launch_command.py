@@ -410,10 +410,7 @@ _TAKE_OFF: dict[str, _TakeOff] = {
 def _split_launcher_options(
     words: list[str], options: frozenset[str], flags: frozenset[str], launch: _LaunchContext
 ) -> tuple[dict[str, str], list[str]]:
-    """Split a launcher's options from the command that it launches: a file or ``-m`` and a module, with options.
-
-    Raises ``InvalidRequestError`` for an unknown option of the launcher.
-    """
+    """Split a launcher's options from the command that it launches: a file or ``-m`` and a module, with options."""
     given: dict[str, str] = {}
     left = list(words)
     is_module = False

@@ -125,22 +125,26 @@ def difference(asked: FirstStep, other: FirstStep) -> Difference | None:
         return Difference("untrained", f"trains {other.trained} of {every} tensors, not {asked.trained}")
     roundoff = max(asked.roundoff, other.roundoff)
     is_coarse = roundoff > _ROUNDOFF
-    most = max(GRADIENT_TOLERANCE, GRADIENT_ROUNDOFFS * roundoff)
-    most_loss = max(LOSS_TOLERANCE, LOSS_ROUNDOFFS * roundoff)
+    largest_gap = max(GRADIENT_TOLERANCE, GRADIENT_ROUNDOFFS * roundoff)
+    largest_loss_gap = max(LOSS_TOLERANCE, LOSS_ROUNDOFFS * roundoff)
     loss_gap = abs(other.loss - asked.loss) / max(abs(asked.loss), 1e-6)
     loss = f"a loss of {other.loss:.5g}, not {asked.loss:.5g}"
     if not math.isfinite(loss_gap):
         return Difference("loss", f"has {loss}")
-    factor = _factor(asked, other)
-    if abs(factor - 1) > most and max(_gaps(asked, other, factor, whole=is_coarse).values(), default=0.0) <= most:
-        return Difference("scale", f"has gradients {factor:.3g} times as large", factor)
-    far = {name: gap for name, gap in _gaps(asked, other, whole=is_coarse).items() if not gap <= most}
+    factor = _gradient_factor(asked, other)
+    if abs(factor - 1) > largest_gap:
+        gaps_of_scaled = _gradient_gaps(asked, other, factor, together=is_coarse)
+        if max(gaps_of_scaled.values(), default=0.0) <= largest_gap:
+            return Difference("scale", f"has gradients {factor:.3g} times as large", factor)
+    gaps = _gradient_gaps(asked, other, together=is_coarse)
+    # A gap that is no number is far, too.
+    far = {name: gap for name, gap in gaps.items() if not gap <= largest_gap}
     if far:
         name = max(far, key=far.__getitem__)
         which = f"of {plural(len(far), 'tensor')}, {name} by" if len(far) > 1 else f"of {name} by"
-        also = f"{loss}, and " if loss_gap > most_loss else ""
+        also = f"{loss}, and " if loss_gap > largest_loss_gap else ""
         return Difference("gradient", f"has {also}other gradients ({which} {far[name]:.2g} of its norm)")
-    return Difference("loss", f"has {loss}") if loss_gap > most_loss else None
+    return Difference("loss", f"has {loss}") if loss_gap > largest_loss_gap else None
 
 
 def _gradient_pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, Gradient, Gradient]]:
@@ -150,7 +154,7 @@ def _gradient_pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, G
             yield name, mine, theirs
 
 
-def _factor(asked: FirstStep, other: FirstStep) -> float:
+def _gradient_factor(asked: FirstStep, other: FirstStep) -> float:
     """Return the least-squares factor from the asked step's gradients to the other's; 1 without gradients."""
     products = squares = 0.0
     for _, mine, theirs in _gradient_pairs(asked, other):
@@ -159,11 +163,13 @@ def _factor(asked: FirstStep, other: FirstStep) -> float:
     return products / squares if squares else 1.0
 
 
-def _gaps(asked: FirstStep, other: FirstStep, factor: float = 1.0, *, whole: bool = False) -> dict[str, float]:
+def _gradient_gaps(
+    asked: FirstStep, other: FirstStep, factor: float = 1.0, *, together: bool = False
+) -> dict[str, float]:
     """Return the distance between both gradients of each parameter, relative to the larger of their norms.
 
-    The gradients of ``asked`` are multiplied by ``factor`` first. With ``whole``, return one distance over all
-    parameters together: in 16 bits the gradients of single parameters are mostly rounding.
+    The gradients of ``asked`` are multiplied by ``factor`` first. With ``together``, return one distance over all
+    parameters: in 16 bits the gradients of single parameters are mostly rounding.
     """
     pairs = list(_gradient_pairs(asked, other))
     norm = abs(factor) * math.sqrt(sum(mine.norm**2 for _, mine, _ in pairs))
@@ -171,7 +177,7 @@ def _gaps(asked: FirstStep, other: FirstStep, factor: float = 1.0, *, whole: boo
         name: sum((b - factor * a) ** 2 for a, b in zip(mine.sketch, theirs.sketch, strict=True)) / PROJECTIONS
         for name, mine, theirs in pairs
     }
-    if whole:
+    if together:
         return {"all": math.sqrt(sum(squares.values())) / norm} if norm else {}
     scales = {name: max(abs(factor) * mine.norm, theirs.norm, _LEAST_NORM * norm) for name, mine, theirs in pairs}
     return {name: math.sqrt(squares[name]) / scale for name, scale in scales.items() if scale}

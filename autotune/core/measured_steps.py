@@ -88,10 +88,11 @@ def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: flo
     count = len(seconds)
     if count < min(2, effort.max_steps):
         return False
-    is_open = are_alike and relative_half_width > effort.target_spread and bool(_slow_at(seconds))
-    is_open = is_open and _periods(seconds) is None
-    if is_open and count < most_measured_steps(effort) and sum(seconds) < _LONGER * effort.max_seconds:
-        return False
+    may_go_on = count < most_measured_steps(effort) and sum(seconds) < _LONGER * effort.max_seconds
+    if may_go_on and are_alike and relative_half_width > effort.target_spread:
+        has_slow_step_once = bool(_slow_at(seconds)) and _periods(seconds) is None
+        if has_slow_step_once:
+            return False
     if count >= effort.max_steps or sum(seconds) >= effort.max_seconds:
         return True
     if sum(seconds) < effort.min_seconds:

@@ -79,8 +79,6 @@ def _names_a_secret(option: str) -> bool:
     return _SECRET_NAME.search(name) is not None
 
 
-DEFAULT_FUNCTION = "build"
-DEFAULT_LOOP = "train"
 WITHIN_VARIABLE = "AUTOTUNE_RUNS"
 """Set in the processes that run the user's own code, to ``TrainingSource.name``."""
 STOP_VARIABLE = "AUTOTUNE_STOP"
@@ -161,8 +159,7 @@ def find_trainer(text: str) -> TrainingSource:
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
-    hint = "name a Python file and the function that builds the Trainer: train.py:build"
-    return _find_function("build", text, DEFAULT_FUNCTION, f"--trainer {text}", hint)
+    return _find_function(text, "build", "trainer", usual_name="build")
 
 
 def find_loop(text: str) -> TrainingSource:
@@ -170,16 +167,20 @@ def find_loop(text: str) -> TrainingSource:
 
     Raises ``InvalidRequestError`` where there is no such file.
     """
-    hint = "name a Python file and the function that trains: train.py:train"
-    return _find_function("loop", text, DEFAULT_LOOP, f"--loop {text}", hint)
+    return _find_function(text, "loop", "loop", usual_name="train")
 
 
-def _find_function(kind: Literal["build", "loop"], text: str, default: str, what: str, hint: str) -> TrainingSource:
-    """Return the source for ``FILE:FUNCTION``, or ``FILE`` with the ``default`` function."""
+_WHAT_IT_DOES = {"trainer": "builds the Trainer", "loop": "trains"}
+"""What the function that an option names does."""
+
+
+def _find_function(text: str, kind: Literal["build", "loop"], option: str, *, usual_name: str) -> TrainingSource:
+    """Return the source for ``FILE:FUNCTION``, or for ``FILE`` with a function of the usual name."""
     name, colon, function = text.rpartition(":")
     if not colon or not function.isidentifier():
-        name, function = text, default
-    file = _file(name, what, hint)
+        name, function = text, usual_name
+    hint = f"name a Python file and the function that {_WHAT_IT_DOES[option]}: train.py:{usual_name}"
+    file = _file(name, f"--{option} {text}", hint)
     return TrainingSource(kind, str(file), _digest(file), os.getcwd(), function=function)
 
 
@@ -189,8 +190,7 @@ def locate_function(function: Any, option: str = "trainer") -> str:
     Raises ``InvalidRequestError`` for a function that cannot be imported: a nested function, a lambda, a function of a
     notebook or a prompt.
     """
-    does = "builds the Trainer" if option == "trainer" else "trains"
-    hint = f"write a function that {does} into a file, and give {option}='file.py:name'"
+    hint = f"write a function that {_WHAT_IT_DOES[option]} into a file, and give {option}='file.py:name'"
     inner = inspect.unwrap(function) if callable(function) else function
     if not inspect.isfunction(inner):
         raise InvalidRequestError(f"{option} of type {type(function).__name__} is not a function of a file", hint)

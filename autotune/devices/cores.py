@@ -41,13 +41,13 @@ def choose_core(
     that share a physical core with another one. Core 0 is avoided, since the kernel does more of its own work there.
     """
     cores = sorted(usable)
-    for wanted in (
+    for preferred in (
         [core for core in cores if core in near],
         [core for core in cores if core not in second_threads],
         [core for core in cores if core != 0],
     ):
         # A condition that no core meets is dropped.
-        cores = [core for core in cores if core in wanted] or cores
+        cores = [core for core in cores if core in preferred] or cores
     return cores[gpu_index % len(cores)] if cores else None
 
 

@@ -133,8 +133,8 @@ def oom_kills(root: Path = ROOT) -> int | None:
     """
     for group in _MEMORY_GROUPS:
         top = root / group.folder
-        levels = [*_levels(_group_path(root, group.controller) or "/")]
-        for folder in (*(top / level for level in reversed(levels)), top):
+        folders = [top, *(top / level for level in _levels(_group_path(root, group.controller) or "/"))]
+        for folder in reversed(folders):
             kills = _numbers_by_name(folder / group.events, separator=" ").get("oom_kill")
             if kills is not None:
                 return kills

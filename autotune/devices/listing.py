@@ -142,7 +142,7 @@ def find_gpus(text: str) -> tuple[Device, ...]:
         if wanted != "all" and count == 0:
             raise InvalidRequestError("--gpus 0 leaves nothing to train on", "use 1 or more, or --device cpu")
         if not gpus or count > len(gpus):
-            there = f"there {'is' if len(gpus) == 1 else 'are'} {len(gpus) or 'no'} GPU{'' if len(gpus) == 1 else 's'}"
+            there = "there is 1 GPU" if len(gpus) == 1 else f"there are {len(gpus) or 'no'} GPUs"
             hint = f"use --gpus {len(gpus)} or fewer" if gpus else "leave --gpus out to use the CPU"
             raise DeviceError(f"--gpus {wanted}: {there} here", _with_reasons(hint))
         return tuple(_refuse_split_gpu(gpu, devices) for gpu in gpus[:count])

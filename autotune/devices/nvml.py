@@ -379,7 +379,7 @@ class NvmlSession:
         processes = []
         for pid, size_bytes in sorted(self._memory_by_process(handle).items()):
             name = self._optional("nvmlSystemGetProcessName", pid)
-            processes.append(Neighbour(pid, _as_text(name) or None if name is not None else None, size_bytes))
+            processes.append(Neighbour(pid, _as_text(name) if name else None, size_bytes))
         return tuple(processes)
 
     def _two_numbers(self, name: str, handle: Any) -> tuple[int, int] | None:

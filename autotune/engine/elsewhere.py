@@ -119,10 +119,7 @@ def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> Sear
 
 
 def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ...]]:
-    """Return a node and its devices for the options: of the nodes with enough GPUs, one with the fewest.
-
-    Raises ``DeviceError`` where no node has such devices.
-    """
+    """Return a node and its devices for the options: of the nodes with enough GPUs, one with the fewest."""
     hosts = engine.hosts()
     if not hosts:
         why = "; ".join(dict.fromkeys(engine.problems())) or "the Ray cluster has no node"

@@ -192,9 +192,10 @@ class LocalEngine:
         with self._guard:
             if self._is_closing:
                 return
-            lived = time.monotonic() - child.started_at
-            pause = min(_LONGEST_PAUSE_SECONDS, 2 * self._pauses.get(uuid, _FIRST_PAUSE_SECONDS / 2))
-            pause = _FIRST_PAUSE_SECONDS if lived >= _STARTED_WELL_SECONDS else pause
+            pause = _FIRST_PAUSE_SECONDS
+            has_started_well = time.monotonic() - child.started_at >= _STARTED_WELL_SECONDS
+            if uuid in self._pauses and not has_started_well:
+                pause = min(_LONGEST_PAUSE_SECONDS, 2 * self._pauses[uuid])
             self._pauses[uuid] = pause
         log.error(f"a process for searches is gone: {why}", extra={"fields": {"device": uuid, "again_in": pause}})
         self._start_later(uuid, pause)

@@ -151,10 +151,7 @@ class RayCluster:
                 self.ray.shutdown()
 
     def _check_token_here(self) -> Token | None:
-        """Return this machine's token for the cluster; ``None`` where the user allows a cluster without one.
-
-        Raises ``ServiceError`` where a required token is missing or turned off.
-        """
+        """Return this machine's token for the cluster; ``None`` where the user allows a cluster without one."""
         mode = os.environ.get(_MODE, "token").lower()
         if trusts_without_token():
             return find_token() if mode == "token" else None

@@ -151,10 +151,10 @@ class _Running:
         needed.
         """
         outcome = outcome_of(answer, self.job.timeout_seconds, self.job.log_path)
-        now = oom_kills()
-        if isinstance(outcome, Failed) and outcome.reason == "killed" and now != self.kills_before:
+        kills_now = oom_kills()
+        if isinstance(outcome, Failed) and outcome.reason == "killed" and kills_now != self.kills_before:
             # The kernel's count has risen; it hardly killed another process in the same seconds.
-            count = (now or 0) - (self.kills_before or 0)
+            count = (kills_now or 0) - (self.kills_before or 0)
             message = f"the kernel ended {count} process for want of host memory, this trial"
             return OutOfMemory(message, where="host", during=outcome.during)
         if isinstance(outcome, Failed) and outcome.reason == "timeout":

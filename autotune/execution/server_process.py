@@ -161,6 +161,14 @@ def _how_to_start(error: OSError) -> str:
     return f"see whether {error.filename or sys.executable} can be used, and whether there is room"
 
 
+def _import_error(failed: ImportFailed) -> TrialServerError:
+    """Return the error for a server that cannot import what it needs, with the advice for the package at fault."""
+    hint = "install torch and transformers into the environment that runs autotune"
+    if (package := failed.package) is not None:
+        hint = f"install another version of {package}, or remove it; python -c 'import {package}' shows the error"
+    return TrialServerError(f"the trial server cannot import what it needs: {failed.import_error}", hint)
+
+
 class ServerProcess:
     """The server's process, which is started again where it died between two jobs.
 
@@ -282,13 +290,7 @@ class ServerProcess:
             for line in messages:
                 if isinstance(line, ImportFailed):
                     self.close()
-                    raise TrialServerError(
-                        f"the trial server cannot import what it needs: {line.import_error}",
-                        "install torch and transformers into the environment that runs autotune"
-                        if line.package is None
-                        else f"install another version of {line.package}, or remove it; python -c 'import "
-                        f"{line.package}' shows the error",
-                    )
+                    raise _import_error(line)
                 if isinstance(line, Ready) and self._was_idle:
                     self._tell_workload()
                 elif isinstance(line, Ready | Adopted):

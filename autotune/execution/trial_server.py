@@ -162,10 +162,7 @@ class TrialServer:
             self.close()
 
     def _protected(self) -> Protection:
-        """Return the protection of the user's files from their own code.
-
-        Raises ``TrainingSourceError`` where no protection works, unless the user asked for none.
-        """
+        """Return the protection of the user's files from their own code: that asked for, else the best there is."""
         if self._protection is None:
             self._protection = self._find_protection()
         if self._layer is None:

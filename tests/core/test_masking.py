@@ -68,9 +68,9 @@ def test_a_study_has_no_secret_and_goes_on_when_it_is_given_again(tmp_path: Path
             recorded_request(store, study.name, "cpu")
         assert f"--study {study.name}" in raised.value.hint
         environment = store.environment(study.environment_id)
-        for secret, changes in (("another", 0), ("***", 0)):
+        for secret in ("another", "***"):
             again = of_script(tmp_path, "--hub_token", secret, "--seed", "1")
-            assert len(changes_since(again, study.request, recorded, environment)) == changes
+            assert changes_since(again, study.request, recorded, environment) == []
         other = of_script(tmp_path, "--hub_token", "sesame", "--seed", "2")
         assert len(changes_since(other, study.request, recorded, environment)) == 1
         assert other.request.workload.fingerprint() != asked.request.workload.fingerprint()

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,13 +11,11 @@ from hypothesis import strategies as st
 from machine import PROJECT, STAND_INS, Machine, uuid_of
 
 from autotune.core.candidate import PRECISIONS
-from autotune.core.candidate import Precision as TrialPrecision
 from autotune.core.device import Device, Neighbour
-from autotune.core.device import Precision as DevicePrecision
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import GIB, MIB
 from autotune.devices.listing import devices_document, find_device
-from autotune.devices.nvml import device_used_bytes, visible_gpus
+from autotune.devices.nvml import visible_gpus
 
 
 @pytest.fixture
@@ -402,9 +399,6 @@ answer = [before, device_used_bytes("{uuid_of(0)}"), *json.loads(os.read(reading
         assert before in (2 * GIB, 3 * GIB)
         assert devices_in_child == 2
 
-    def test_on_this_machine_the_cpu_has_none(self) -> None:
-        assert device_used_bytes("cpu") is None
-
 
 def gpu_of(capability: tuple[int, int] | None) -> Device:
     """A GPU of which only the capability matters."""
@@ -426,6 +420,3 @@ class TestPrecisions:
     def test_of_a_gpu(self, capability: tuple[int, int] | None, precisions: tuple[str, ...]) -> None:
         assert gpu_of(capability).precisions == precisions
         assert gpu_of(capability).label == "cuda:3"
-
-    def test_the_words_are_those_of_a_trial(self) -> None:
-        assert get_args(DevicePrecision) == get_args(TrialPrecision)

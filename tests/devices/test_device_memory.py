@@ -181,9 +181,6 @@ class TestCeiling:
         assert ceiling.cap_bytes == 24 * GIB - 620 * MIB
         assert ceiling.headroom_bytes == 753590600  # 3 % of the cap, rounded up
 
-    def test_a_limit_above_what_is_free_does_not_count(self) -> None:
-        assert Ceiling(24 * GIB, 10 * GIB, GIB, Headroom(size_bytes=2 * GIB)).line_bytes == 7 * GIB
-
     @pytest.mark.parametrize(
         ("limit_bytes", "free_bytes", "context_bytes", "headroom", "kind", "said"),
         [

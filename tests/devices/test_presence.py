@@ -72,12 +72,6 @@ class TestPresence:
             before = ours.mark()
             assert not had_company(before, ours.mark())
 
-    def test_looking_takes_nothing_away_from_others(self) -> None:
-        with Presence("cpu") as ours, Presence("cpu") as theirs:
-            assert not ours.mark().is_alone
-            assert not theirs.mark().is_alone
-            assert not ours.mark().is_alone
-
     def test_two_that_look_at_once_never_both_see_themselves_alone(self) -> None:
         look = (
             "import sys\nfrom autotune.devices.lock import Presence\n"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from processes import all_gone, children
-from run_trial import run_trial
+from run_trial import run_to_limit, run_trial
 from tiny import ENDLESS, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
@@ -82,10 +82,7 @@ def test_out_of_memory_of_one_rank_is_the_trials(ranks: TrialServer) -> None:
 def test_ranks_that_hang_are_ended_at_the_time_limit(ranks: TrialServer, tmp_path: Path) -> None:
     log = tmp_path / "trial.log"
     for behaviour in ("hang | hang", "complete | hang", "descend, hang | hang"):
-        for limit_seconds in (2.0, 20.0, 100.0):
-            outcome = run_trial(ranks, behaviour, timeout_seconds=limit_seconds, log_path=log)
-            if outcome.during == "train":
-                break
+        outcome, limit_seconds = run_to_limit(ranks, behaviour, log_path=log)
         why = f"stopped after the time limit of {limit_seconds:.0f} s, before its first step ended; "
         assert outcome == Failed("timeout", f"{why}--trial-timeout gives it longer", "train")
     assert all_gone([int(line.split()[1]) for line in log.read_text().splitlines() if line.startswith("descendant")])

@@ -9,26 +9,22 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 from processes import all_gone, children, is_alive, processes_named, wait_until
-from run_trial import run_trial
+from run_trial import LIMITS_SECONDS, run_to_limit, run_trial
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
 from autotune.core.device import Chip, Device
 from autotune.core.errors import TrialServerError
 from autotune.core.messages import Answer, Progress
-from autotune.core.outcome import Completed, Effort, Failed, Outcome
+from autotune.core.outcome import Completed, Effort, Failed
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.execution import TrialServer
 from autotune.execution.child_process import tail
 from autotune.execution.oneshot import run_fresh
-
-LIMITS_SECONDS = (2.0, 20.0, 100.0)
-"""Of trials that are to be seen to begin, and then to be ended: the first that is enough for that on a busy machine."""
 
 
 def server() -> int:
@@ -36,16 +32,6 @@ def server() -> int:
     assert wait_until(lambda: bool(processes_named("stand_in_server", children(os.getpid()))))
     (pid,) = processes_named("stand_in_server", children(os.getpid()))
     return pid
-
-
-def run_to_limit(runner: TrialServer, behaviour: str, steps: int = 0, **options: Any) -> tuple[Outcome, float]:
-    """Run a trial that its time limit ends, with a longer one where it ended before so many steps; that limit."""
-    for limit_seconds in LIMITS_SECONDS:
-        records: list[Progress] = []
-        outcome = run_trial(runner, behaviour, timeout_seconds=limit_seconds, progress=records.append, **options)
-        if sum(record.phase == "train" or record.step is not None for record in records) > steps:
-            break
-    return outcome, limit_seconds
 
 
 def descendants_in(log: Path) -> list[int]:
