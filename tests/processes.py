@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -79,3 +81,32 @@ def all_gone(pids: Iterable[int], seconds: float = 60.0) -> bool:
     """Whether every one of these processes ended in time."""
     waited_for = list(pids)
     return wait_until(lambda: not any(map(is_alive, waited_for)), seconds)
+
+
+def ignore_polite_signals() -> None:
+    """Have this process go on at every signal that asks it to end."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def leave_descendants() -> None:
+    """Leave an orphaned child and grandchild with sessions of their own, which ignore every polite signal.
+
+    Returns once both have told their process ids.
+    """
+    told, tells = os.pipe()
+    if os.fork():
+        os.close(tells)
+        for _ in range(2):
+            os.read(told, 1)
+        os.close(told)
+        return
+    os.setsid()
+    ignore_polite_signals()
+    with contextlib.suppress(OSError):
+        if os.fork() == 0:
+            os.setsid()
+    print(f"descendant {os.getpid()}", flush=True)
+    os.write(tells, b".")
+    time.sleep(600)
+    os._exit(0)

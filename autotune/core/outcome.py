@@ -188,11 +188,12 @@ class Measurement:
     @property
     def first_epoch_samples_per_second(self) -> float:
         """Samples per second in the first epoch, or in the whole run where that is shorter."""
-        if not (self.run_epochs and self.run_epochs > 1 and self.run_steps and self.epoch_shapes is not None):
+        if self.run_epochs is None or self.run_epochs <= 1 or not self.run_steps or self.epoch_shapes is None:
             return self.samples_per_second
-        steps, steady = self.run_steps / self.run_epochs, self.steady_share * self.step_seconds
-        seconds = steady + (self.new_shape_seconds or 0.0) * self.epoch_shapes / steps
-        return self.samples_per_second * self.step_seconds / seconds
+        steps_of_epoch = self.run_steps / self.run_epochs
+        shape_seconds = (self.new_shape_seconds or 0.0) * self.epoch_shapes / steps_of_epoch
+        step_seconds = self.steady_share * self.step_seconds + shape_seconds
+        return self.samples_per_second * self.step_seconds / step_seconds
 
     def at_speed(self, samples_per_second: float) -> Measurement:
         """Return the measurement scaled to another speed, with its step times scaled alike."""
@@ -341,13 +342,12 @@ def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
     An outcome taken from an earlier trial counts as that trial, however often it was reused. Derived outcomes do not
     count, since no process ran that candidate.
     """
-    return len(
-        {
-            process_of(trial_id, outcome)
-            for trial_id, outcome in measured
-            if (source := source_of(outcome)) is None or not source.derived
-        }
-    )
+    processes = set()
+    for trial_id, outcome in measured:
+        source = source_of(outcome)
+        if source is None or not source.derived:
+            processes.add(process_of(trial_id, outcome))
+    return len(processes)
 
 
 _KINDS: dict[object, type[Completed] | type[OutOfMemory] | type[Failed]] = {

@@ -257,6 +257,7 @@ def _check_is_whole(word: str, words: Sequence[str]) -> None:
     match = _SPLIT.search(word)
     if match is None or "{" in word[: match.start(1)]:
         return
+    # Of --dtype={precision:fp32=a,bf16=b} a shell makes --dtype=precision:fp32=a and --dtype=bf16=b.
     before = word[: match.start(1)]
     rest = [other.removeprefix(before) for other in words[words.index(word) + 1 :]]
     named = [other for other in rest if re.match(rf"({'|'.join(_KEYS[match[1]])})=", other)]

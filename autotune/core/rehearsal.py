@@ -72,16 +72,16 @@ def extrapolated(small: Part, large: Part, batches: int, flushed_after: int | No
     """
     more = large.batches - small.batches
 
-    def at(low: int, high: int, end: int) -> int:
+    def peak_after(end: int, low: int, high: int) -> int:
         """Return the peak after ``end`` batches on the line through both parts, at least the larger of their peaks."""
         slope = (high - low) / more if more > 0 and high - low > NOISE_BYTES else 0.0
         return max(low, high, round(high + slope * (end - large.batches)))
 
     held = min(batches, flushed_after or batches)
-    device = at(small.device_bytes, large.device_bytes, held)
-    host = at(small.host_bytes, large.host_bytes, batches)
-    each = (large.seconds - small.seconds) / more if more > 0 else large.seconds / large.batches
-    seconds = large.seconds + max(0.0, each) * (batches - large.batches)
+    device = peak_after(held, small.device_bytes, large.device_bytes)
+    host = peak_after(batches, small.host_bytes, large.host_bytes)
+    batch_seconds = (large.seconds - small.seconds) / more if more > 0 else large.seconds / large.batches
+    seconds = large.seconds + max(0.0, batch_seconds) * (batches - large.batches)
     kept = max(device - large.device_bytes, host - large.host_bytes, 0)
     return Whole(device, host, seconds, kept)
 

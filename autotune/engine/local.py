@@ -88,7 +88,7 @@ class SearchProcess:
         """Start the process. A thread calls ``on_end`` with the reason once it has ended."""
         self.device = device
         self.started_at = time.monotonic()
-        self._is_deaf = False
+        self._takes_no_input = False
         self._on_end = on_end
         self._run: LocalRun | None = None
         self._guard = threading.Lock()
@@ -106,7 +106,7 @@ class SearchProcess:
     def is_alive(self) -> bool:
         """Whether the process runs and reads its input."""
         # One that was killed closes its pipes some time before it counts as ended.
-        return not self._is_deaf and self._process.is_alive
+        return not self._takes_no_input and self._process.is_alive
 
     def begin(self, work: Work) -> LocalRun:
         """Start work in the process, after waiting up to ``END_SECONDS`` for the end of its last work.
@@ -120,7 +120,7 @@ class SearchProcess:
         with self._guard:
             self._run = run
         if not self._send({"work": encode(work)}):
-            self._is_deaf = True
+            self._takes_no_input = True
             raise DeviceError("the process of this device has ended", "it is started again")
         return run
 

@@ -137,13 +137,13 @@ def renewed(leases: Leases, name: str, token: str) -> Iterator[None]:
             leases.release(name, token)
 
 
-def find_lease(connection: Connection, name: str, *, keeps: bool = False) -> Lease | None:
+def find_lease(connection: Connection, name: str, *, locks_row: bool = False) -> Lease | None:
     """Return the lease of this name, even if expired; ``None`` where there is none.
 
-    With ``keeps``, its row stays locked until this write transaction ends.
+    With ``locks_row``, its row stays locked until this write transaction ends.
     """
     query = select(*LeaseRow.__table__.columns).where(LeaseRow.name == name)
-    if keeps:
+    if locks_row:
         # SQLite ignores this, and needs no row lock: it admits one writer at a time.
         query = query.with_for_update(read=True)
     row = connection.execute(query).first()

@@ -285,7 +285,7 @@ class Store:
         with self._transaction(writes=True) as connection:
             if self._held is not None:
                 study, token = self._held
-                lease = find_lease(connection, name_of_study(study), keeps=True)
+                lease = find_lease(connection, name_of_study(study), locks_row=True)
                 if lease is None or lease.token != token:
                     by = f": {lease.describe()} has taken it over" if lease is not None else ""
                     raise StorageError(

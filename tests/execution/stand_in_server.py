@@ -4,7 +4,6 @@ Everything is the server's own (forking, watching, ending, reporting) but what a
 imports beforehand, so that it starts at once.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from processes import is_alive
+from processes import is_alive, leave_descendants
 
 from autotune.core.messages import Job
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, outcome_document
@@ -29,30 +28,6 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "OMP_NUM_THREADS
 def completed() -> dict[str, Any]:
     """The outcome of a trial in which all went well."""
     return outcome_document(Completed(Measurement(0.5, (0.5, 0.5), 0.0, 16.0, 1000, 2000)))
-
-
-def leave_descendants() -> None:
-    """A child and a grandchild that are orphaned, have sessions of their own and ignore every polite signal.
-
-    Returns once both have told their process ids.
-    """
-    told, tells = os.pipe()
-    if os.fork():
-        os.close(tells)
-        for _ in range(2):
-            os.read(told, 1)
-        os.close(told)
-        return
-    os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        if os.fork() == 0:
-            os.setsid()
-    print(f"descendant {os.getpid()}", flush=True)
-    os.write(tells, b".")
-    time.sleep(600)
-    os._exit(0)
 
 
 def chatter() -> None:

@@ -8,7 +8,6 @@ set the bodies are its own, too: torch is imported, a model trains, and only the
     FAULTS_SECONDS  how long each trial lasts
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -16,6 +15,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from processes import ignore_polite_signals, leave_descendants
 
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, Software
 from autotune.core.messages import InspectionWork, Job, TrialWork
@@ -59,20 +60,6 @@ FACTS = Inspection(
 )
 
 
-def leave_descendants() -> None:
-    """A child and a grandchild with sessions of their own that no polite signal ends."""
-    if os.fork():
-        return
-    os.setsid()
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):
-        if os.fork() == 0:
-            os.setsid()
-    time.sleep(600)
-    os._exit(0)
-
-
 def write_output() -> None:
     """100 MB to the log."""
     line = b"x" * (MIB - 1) + b"\n"
@@ -101,10 +88,9 @@ def misbehave(behaviour: str, result_fd: int) -> None:
         case ["descend"]:
             leave_descendants()
         case ["ignore"]:
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-                signal.signal(number, signal.SIG_IGN)
+            ignore_polite_signals()
         case ["hang"]:
-            misbehave("ignore", result_fd)
+            ignore_polite_signals()
             time.sleep(600)
         case ["raise"]:
             raise RuntimeError("an error in user code")
