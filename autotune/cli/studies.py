@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from autotune.cli.options import service_of, study_argument, table_options
 from autotune.cli.output import FilePath, as_printed, print_json, print_lines, terminal_columns, write_text
-
-if TYPE_CHECKING:
-    from autotune.results.recipes import AnyForm
+from autotune.results.forms import ALL_FORMS, AnyForm
 
 
 @click.command()
@@ -150,21 +147,7 @@ def studies(storage: str, as_json: bool) -> None:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(
-        (
-            "json",
-            "yaml",
-            "cli",
-            "python",
-            "env",
-            "torchrun",
-            "accelerate",
-            "trl",
-            "axolotl",
-            "llama-factory",
-            "model-card",
-        )
-    ),
+    type=click.Choice(ALL_FORMS),
     default="json",
     show_default=True,
 )

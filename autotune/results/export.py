@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Framework
@@ -22,6 +22,7 @@ from autotune.core.workload import Workload
 from autotune.models import catalog
 from autotune.models.resolve import repository_of
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
+from autotune.results.forms import LAUNCH_FORMATS, Format, LaunchFormat
 from autotune.results.own_arguments import OwnArguments, flags, hand_over, own_arguments
 from autotune.results.report import Report, measurement
 from autotune.results.wording import describe_data
@@ -41,11 +42,6 @@ from autotune.space.training_arguments import (
 
 _OF_EVALUATION = (EVALUATION_BATCH, "eval_accumulation_steps")
 _IMPORT_APPLY = "from autotune.training import apply"
-Format = Literal["json", "yaml", "cli", "python", "env"]
-FORMATS: tuple[Format, ...] = ("json", "yaml", "cli", "python", "env")
-LaunchFormat = Literal["torchrun", "accelerate"]
-LAUNCH_FORMATS: tuple[LaunchFormat, ...] = ("torchrun", "accelerate")
-"""How to start several ranks: a command line, and the configuration file of ``accelerate launch``."""
 
 
 @dataclass(frozen=True)

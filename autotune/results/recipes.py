@@ -8,14 +8,12 @@ training, and named in its first lines where it only costs speed.
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import format_bytes, format_rate, in_one_line
 from autotune.results.export import (
     Export,
-    Format,
-    LaunchFormat,
     beside_lines,
     hub_name,
     make_export,
@@ -23,12 +21,10 @@ from autotune.results.export import (
     render_launch,
     yaml_text,
 )
+from autotune.results.forms import AnyForm, Recipe
 from autotune.results.report import Report, measurement
 from autotune.space.arms import applied_settings
 
-Recipe = Literal["trl", "axolotl", "llama-factory", "model-card"]
-RECIPES: tuple[Recipe, ...] = ("trl", "axolotl", "llama-factory", "model-card")
-"""Forms for other trainers' configuration files, and for a model card."""
 _NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
 _LORA_NAMES = {
     "r": "lora_r",
@@ -38,9 +34,6 @@ _LORA_NAMES = {
 }
 """Names of LoRA's settings in TRL's ``ModelConfig``, and in axolotl."""
 _ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
-
-
-AnyForm = Format | LaunchFormat | Recipe
 
 
 def exported_text(report: Report, form: AnyForm) -> tuple[str, list[str]]:

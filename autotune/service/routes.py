@@ -15,9 +15,10 @@ from starlette.concurrency import run_in_threadpool
 from autotune import __version__
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
+from autotune.results.forms import AnyForm
 from autotune.results.html import html_page
 from autotune.results.json_document import report_document
-from autotune.results.recipes import AnyForm, exported_text
+from autotune.results.recipes import exported_text
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.feeds import EventStream, feeds_of

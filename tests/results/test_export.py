@@ -26,7 +26,8 @@ from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
-from autotune.results.export import FORMATS, Export, beside_lines, make_export, render, render_launch
+from autotune.results.export import Export, beside_lines, make_export, render, render_launch
+from autotune.results.forms import FORMATS
 from autotune.results.report import Report
 from autotune.space.training_arguments import TunedArguments, checkpointing_field
 from autotune.store.records import TrialRecord

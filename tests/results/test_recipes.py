@@ -16,7 +16,8 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
-from autotune.results.recipes import Recipe, exported_text
+from autotune.results.forms import Recipe
+from autotune.results.recipes import exported_text
 from autotune.results.report import Report
 
 TRAINERS: tuple[Recipe, ...] = ("trl", "axolotl", "llama-factory")

@@ -22,7 +22,7 @@ from autotune.core.errors import DeviceError, StorageError
 from autotune.core.options import OPTIONS
 from autotune.core.schema import decode
 from autotune.engine.work import search_request
-from autotune.results.export import FORMATS, LAUNCH_FORMATS
+from autotune.results.forms import FORMATS, LAUNCH_FORMATS
 from autotune.results.json_document import StudyDocument
 from autotune.service.openapi import (
     DevicesDocument,

@@ -14,7 +14,8 @@ from markupsafe import Markup
 from autotune.core.candidate import Document
 from autotune.core.errors import AutotuneError
 from autotune.core.units import format_seconds
-from autotune.results.export import Format, beside_lines, make_export, render
+from autotune.results.export import beside_lines, make_export, render
+from autotune.results.forms import Format
 from autotune.results.html import study_page
 from autotune.results.report import Report
 from autotune.results.wording import rate_unit
