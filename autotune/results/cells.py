@@ -102,7 +102,8 @@ def narrow_table_lines(
     for title in spare:
         if max(map(len, lines)) > columns and title in head:
             place = list(head).index(title)
-            head, *rows = ([*row[:place], *row[place + 1 :]] for row in (head, *rows))
+            head = [*head[:place], *head[place + 1 :]]
+            rows = [[*row[:place], *row[place + 1 :]] for row in rows]
             lines = table_lines(head, rows, right)
     excess = max(map(len, lines)) - columns
     width = max(len(row[folds]) for row in (head, *rows)) - excess
@@ -110,7 +111,7 @@ def narrow_table_lines(
         return lines
     folded: list[Sequence[str]] = []
     for row in rows:
-        begins, *goes_on = wrap(row[folds], width, subsequent_indent="  ", break_long_words=False) or [""]
-        folded.append([*row[:folds], begins, *row[folds + 1 :]])
-        folded += [[""] * folds + [words] + [""] * (len(row) - folds - 1) for words in goes_on]
+        first, *others = wrap(row[folds], width, subsequent_indent="  ", break_long_words=False) or [""]
+        folded.append([*row[:folds], first, *row[folds + 1 :]])
+        folded += [["" if place != folds else words for place in range(len(row))] for words in others]
     return table_lines(head, folded, right)

@@ -117,18 +117,21 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
     ]
     if gpu.unquantized_bytes:
         lines.append(f"Not quantized: {experts_line(gpu.unquantized_bytes, workload.dtype)}.")
-    speed = _SPEED_HEAD if best is not None else []
     shown = [arm for arm in gpu.arms if not _has_plain_twin(arm, gpu.arms)]
-    has_allocated = all_batches or anatomy
-    head = ["configuration", "batch×acc", *(["allocated"] if has_allocated else []), "reserved"]
+    head = ["configuration", "batch×acc", "reserved"]
+    rows = [_chosen_batch(arm, gpu.line_bytes) for arm in shown]
     if all_batches:
         head.append("fits")
-        rows = [cells for arm in gpu.arms for cells in _every_batch(arm, gpu.line_bytes, anatomy, speed)]
-    else:
-        rows = [_chosen_batch(arm, gpu.line_bytes, anatomy, speed) for arm in shown]
-    head += speed + (list(_PARTS) if anatomy else [])
+        rows = [cells for arm in gpu.arms for cells in _every_batch(arm, gpu.line_bytes)]
+    if all_batches or anatomy:
+        head.insert(2, "allocated")
+    if best is not None:
+        head += _SPEED_HEAD
+    if anatomy:
+        head += _PARTS
     # With the anatomy the table is wider than any terminal.
-    lines += narrow_table_lines(head, rows, None if anatomy else columns, _SPARE)
+    cells = [[row.get(title, "") for title in head] for row in rows]
+    lines += narrow_table_lines(head, cells, None if anatomy else columns, _SPARE)
     lines += [f"Not predicted: {why}." for why in dict.fromkeys(arm.why_not for arm in shown) if why]
     if anatomy:
         lines.append(
@@ -256,53 +259,44 @@ def _comparison_lines(gpus: Sequence[GpuView], columns: int | None) -> list[str]
     return narrow_table_lines(head, rows, columns, _SPARE, folds=1)
 
 
-def _every_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]) -> list[list[str]]:
+def _every_batch(arm: ArmView, line_bytes: int) -> list[dict[str, str]]:
     """Return the rows of one configuration, one for each batch; the first row names the configuration."""
-    rows = []
-    name = arm.arm.describe()
-    for batch in arm.batches:
-        fits = "yes" if batch.memory.fits else "no"
-        peak = [*_peak_cells(batch, line_bytes, has_allocated=True), fits, *_speed_cells(batch, speed)]
-        rows.append([name, batch_cell(batch.candidate), *peak, *_part_cells(batch, anatomy)])
-        name = ""
+    rows = [_cells(batch, line_bytes) for batch in arm.batches]
+    for first in rows[:1]:
+        first["configuration"] = arm.arm.describe()
     return rows
 
 
-def _chosen_batch(arm: ArmView, line_bytes: int, anatomy: bool, speed: list[str]) -> list[str]:
+def _chosen_batch(arm: ArmView, line_bytes: int) -> dict[str, str]:
     """Return the row of the fastest batch that fits, or of the largest without predicted speeds.
 
     Where none fits, it is the batch with the lowest peak.
     """
-    name, fastest = arm.arm.describe(), arm.fastest
-    if fastest is not None:
-        shown, cell = fastest, batch_cell(fastest.candidate)
+    if arm.fastest is not None:
+        cells = _cells(arm.fastest, line_bytes)
     elif arm.batches:
-        shown = min(arm.batches, key=lambda batch: batch.memory.peak_reserved_bytes)
-        cell = f"none; {batch_cell(shown.candidate)} needs"
+        least = min(arm.batches, key=lambda batch: batch.memory.peak_reserved_bytes)
+        needs = f"none; {batch_cell(least.candidate)} needs"
+        cells = {**_cells(least, line_bytes), "batch×acc": needs, **dict.fromkeys(_SPEED_HEAD, "")}
     else:
-        empty = 1 + len(speed) + (1 + len(_PARTS) if anatomy else 0)
-        return [name, "not predicted", *([""] * empty)]
-    speeds = _speed_cells(shown, speed) if fastest is not None else [""] * len(speed)
-    peak = _peak_cells(shown, line_bytes, has_allocated=anatomy)
-    return [name, cell, *peak, *speeds, *_part_cells(shown, anatomy)]
+        cells = {"batch×acc": "not predicted"}
+    return {**cells, "configuration": arm.arm.describe()}
 
 
-def _speed_cells(batch: BatchView, head: list[str]) -> list[str]:
-    if not head or batch.speed is None:
-        return [""] * len(head)
-    utilization = f"{batch.speed.model_flops_utilization:.0%}"
-    return [format_rate(batch.samples_per_second), utilization, batch.speed.limited_by]
-
-
-def _peak_cells(batch: BatchView, line_bytes: int, *, has_allocated: bool) -> list[str]:
-    """Return the cells of the peaks: allocated bytes if wanted, reserved bytes with their share of the line."""
-    allocated, reserved = batch.memory.peak_allocated_bytes, batch.memory.peak_reserved_bytes
-    cells = [format_bytes(allocated)] if has_allocated else []
-    return [*cells, f"{format_bytes(reserved):>8} {reserved / line_bytes:>4.0%}"]
-
-
-def _part_cells(batch: BatchView, anatomy: bool) -> list[str]:
-    return [format_bytes(batch.memory.anatomy_bytes.get(part, 0)) for part in _PARTS] if anatomy else []
+def _cells(batch: BatchView, line_bytes: int) -> dict[str, str]:
+    """Return what a batch has in each column of the table."""
+    memory, speed = batch.memory, batch.speed
+    cells = {
+        "batch×acc": batch_cell(batch.candidate),
+        "allocated": format_bytes(memory.peak_allocated_bytes),
+        "reserved": f"{format_bytes(memory.peak_reserved_bytes):>8} {memory.peak_reserved_bytes / line_bytes:>4.0%}",
+        "fits": "yes" if memory.fits else "no",
+        **{part: format_bytes(memory.anatomy_bytes.get(part, 0)) for part in _PARTS},
+    }
+    if speed is not None:
+        values = format_rate(speed.samples_per_second), f"{speed.model_flops_utilization:.0%}", speed.limited_by
+        cells |= dict(zip(_SPEED_HEAD, values, strict=True))
+    return cells
 
 
 def advice_lines(
