@@ -138,21 +138,6 @@ class Submission:
     needs: Needs
     priority: int
 
-    @property
-    def fresh(self) -> bool:
-        """Whether earlier measurements must not be used."""
-        return bool(self.options.get("fresh"))
-
-    @property
-    def code(self) -> str | None:
-        """The name of the operator's code to search."""
-        return self.options.get("code")
-
-    @property
-    def study(self) -> str | None:
-        """The requested name of the study."""
-        return self.options.get("study")
-
 
 def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed = MappingProxyType({})) -> Submission:
     """Return a client's search request. Raises ``InvalidRequestError`` for an invalid or forbidden request."""
@@ -271,8 +256,8 @@ def check_against(submission: Submission, devices: Sequence[Device], codes: List
 
     Without devices, only what is wrong on any device is an error.
     """
-    count = submission.needs.count
-    code = listed(submission.code, codes) if submission.code is not None else None
+    count, name = submission.needs.count, submission.options.get("code")
+    code = listed(name, codes) if name is not None else None
     if not devices:
         # A wrong model or batch is wrong on any device.
         _ = search_request(submission.options, [find_device("cpu")] * count, code=code).batches
@@ -291,9 +276,9 @@ def check_against(submission: Submission, devices: Sequence[Device], codes: List
 
 def choose_study(submission: Submission, is_taken: Callable[[str], bool]) -> str:
     """Return the requested name of the study, or the first free default name."""
-    if submission.study is not None:
-        return submission.study
     options = submission.options
+    if options.get("study") is not None:
+        return str(options["study"])
     objective = options.get("objective") or "throughput"
     names = free_names(str(options.get("model") or options.get("code")), options.get("effective_batch"), objective)
     return next(name for name in names if not is_taken(name))

@@ -49,20 +49,6 @@ MOST_QUEUED = 10_000
 """More are refused, so that a client that submits in a loop does not fill the disk."""
 _MOST_COMPARED = 20
 _SECONDS_BETWEEN_FORGETTING = 3600.0
-# The fields of a job that the API shows as they are.
-_SHOWN = [
-    "id",
-    "number",
-    "study",
-    "state",
-    "request",
-    "priority",
-    "device",
-    "attempts",
-    "status",
-    "problem",
-    "submitted_by",
-]
 
 
 @dataclass
@@ -172,10 +158,11 @@ class Searches:
 
         Also ``None`` for ``fresh``, and for own code and datasets, which may have changed.
         """
-        if submission.fresh or submission.code is not None or submission.options.get("dataset") is not None:
+        asked = submission.options
+        if asked.get("fresh") or asked.get("code") is not None or asked.get("dataset") is not None:
             return None
         # Options are recorded in one order, so that the database finds the same request as text.
-        for job in self.store.queue.jobs(states=["finished"], request=submission.options, most=_MOST_COMPARED):
+        for job in self.store.queue.jobs(states=["finished"], request=asked, most=_MOST_COMPARED):
             if job.needs == submission.needs:
                 study = self.store.study(job.study)
                 if study is not None and study.state == "finished" and study.autotune_version == __version__:
@@ -256,7 +243,7 @@ class Searches:
         links = {name: f"{path}/{name}" for name in ("events", "trials", "report", "export")}
         return cast(
             "SearchDocument",
-            {name: getattr(job, name) for name in _SHOWN}
+            {name: getattr(job, name) for name in SearchDocument.__annotations__ if hasattr(job, name)}
             | {name: None if moment is None else moment.isoformat() for name, moment in times.items()}
             | {
                 "needs": encode(job.needs),
