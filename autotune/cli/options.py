@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from autotune.core.arguments import with_levers
+from autotune.core.arguments import checked_levers
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.option_kinds import FLAG, GIVEN_LEVERS, SCRIPT, Kind
 from autotune.core.options import BY_NAME, OPTIONS, USUAL, Option, names_of_levers, options_of, values_of
@@ -181,7 +181,7 @@ class SectionedCommand(click.Command):
         left = super().parse_args(ctx, args)
         for word in ctx.params.get("lever", ()):
             name, has_value, value = word.partition("=")
-            found = with_levers(options_given(ctx), {name: value if has_value else "on"}, self.name or "")
+            found = checked_levers(options_given(ctx), {name: value if has_value else "on"}, self.name or "")
             ctx.params |= found
             for lever in found:
                 ctx.set_parameter_source(lever, ParameterSource.COMMANDLINE)

@@ -27,7 +27,7 @@ def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
     """
     if isinstance(levers := given.get("levers"), Mapping):
         given = {name: value for name, value in given.items() if name != "levers"}
-        given = {**given, **with_levers(given, levers)}
+        given = {**given, **checked_levers(given, levers)}
     checked = {}
     for name, value in given.items():
         option = BY_NAME[name]
@@ -36,7 +36,7 @@ def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
     return checked
 
 
-def with_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: str = "search") -> dict[str, Any]:
+def checked_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: str = "search") -> dict[str, Any]:
     """Check the values of ``levers`` and return them by name; ``True`` and ``False`` become on and off.
 
     Raises ``InvalidRequestError`` for an unknown lever, for an impossible value, and where ``given`` has another value.
