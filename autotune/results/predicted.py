@@ -41,20 +41,19 @@ class SpeedDocument:
 
 def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
     """Return the predicted speed of a candidate as JSON-ready data."""
-    real = workload.seq_len * (1 - workload.padding)
-    tokens = predicted.samples_per_second * real if workload.is_text else None
+    tokens_per_sample = workload.seq_len * (1 - workload.padding)
     return SpeedDocument(
-        predicted.seconds,
-        predicted.gpu_seconds,
-        predicted.samples_per_second,
-        predicted.interval_samples_per_second,
-        tokens,
-        predicted.utilisation,
-        predicted.limited_by,
-        predicted.gpu_seconds_by_kind,
-        predicted.unknown_operations,
-        predicted.unknown_share,
-        predicted.scaling_efficiency,
+        step_seconds=predicted.seconds,
+        gpu_seconds=predicted.gpu_seconds,
+        samples_per_second=predicted.samples_per_second,
+        samples_per_second_interval=predicted.interval_samples_per_second,
+        tokens_per_second=predicted.samples_per_second * tokens_per_sample if workload.is_text else None,
+        model_flops_utilization=predicted.utilisation,
+        limited_by=predicted.limited_by,
+        gpu_seconds_by_kind=predicted.gpu_seconds_by_kind,
+        unknown_operations=predicted.unknown_operations,
+        unknown_operations_share=predicted.unknown_share,
+        scaling_efficiency=predicted.scaling_efficiency,
     )
 
 

@@ -164,7 +164,7 @@ def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float | None:
 def _values_by_batch(
     tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]
 ) -> list[tuple[int, float]]:
-    # A batch may be measured with more than one accumulation; the last of them counts.
+    """Return a value of each measured batch of an arm, by ascending batch; of several accumulations, the last's."""
     points = {
         t.candidate.per_device_train_batch_size: value(t.measurement)
         for t in tried

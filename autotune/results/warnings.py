@@ -97,21 +97,29 @@ def notes(report: Report) -> list[str]:
 
 def _look_notes(report: Report) -> list[str]:
     """Return notes on differences between the winner's and the requested training, and on untrained parameters."""
-    look = report.study.look
-    idle: list[str] = []
-    for whose, measured in (("the winner", measurement(report.best)), ("the baseline", measurement(report.baseline))):
-        if measured is not None and measured.untrained and report.workload["task"] == "own" and not idle:
-            names = ", ".join(measured.untrained) + (" …" * (measured.untrained_tensors > len(measured.untrained)))
-            every = (measured.trained_tensors or 0) + measured.untrained_tensors
-            idle = [f"{whose} trains {measured.trained_tensors} of {every} tensors; no gradient has {names}"]
+    lines, look = _untrained_note(report), report.study.look
     if look is None:
-        return idle
-    lines = look.sentences
+        return lines
+    lines += look.sentences
     if look.unknown is not None:
         lines.append(f"whether the winner's training is the one asked for was not looked at: {look.unknown}")
     if look.rehearsal is not None:
         lines += [*look.rehearsal.alarms, *look.rehearsal.sentences]
-    return [*idle, *lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]
+    return [*lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]
+
+
+def _untrained_note(report: Report) -> list[str]:
+    """Return a note on the tensors of the user's own model that the winner, or else the baseline, does not train."""
+    if report.workload["task"] != "own":
+        return []
+    for whose, trial in (("the winner", report.best), ("the baseline", report.baseline)):
+        measured = measurement(trial)
+        if measured is not None and measured.untrained:
+            more = " …" if measured.untrained_tensors > len(measured.untrained) else ""
+            names = ", ".join(measured.untrained) + more
+            every = (measured.trained_tensors or 0) + measured.untrained_tensors
+            return [f"{whose} trains {measured.trained_tensors} of {every} tensors; no gradient has {names}"]
+    return []
 
 
 def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:

@@ -260,8 +260,9 @@ class Access:
     def _read(self) -> None:
         """Read the tokens, and log added and removed ones."""
         known, tokens = self._tokens, self.searches.store.queue.tokens_by_digest()
-        is_first, self._read_at = self._read_at == -math.inf, time.monotonic()
-        for key in () if is_first else known.keys() ^ tokens.keys():
+        has_read, self._read_at = self._read_at > -math.inf, time.monotonic()
+        changed = known.keys() ^ tokens.keys() if has_read else set()
+        for key in changed:
             token, what = (known[key], "removed") if key in known else (tokens[key], "added")
             log.info(f"token {what}", extra={"fields": {"name": token.name, "role": token.role}})
         # Last, so that a stream that ends with its token ends after the log says so.

@@ -50,7 +50,7 @@ class Group:
         return self.members[0].study.rate_unit
 
     @property
-    def lead(self) -> Estimate | None:
+    def log_ratio(self) -> Estimate | None:
         """The logarithm of the first speed over the second; ``None`` without a second search."""
         if len(self.members) < 2:
             return None
@@ -60,19 +60,20 @@ class Group:
     @property
     def has_winner(self) -> bool:
         """Whether the first is significantly faster than the second."""
-        return self.lead is not None and abs(self.lead.mean) > self.lead.half_width()
+        ratio = self.log_ratio
+        return ratio is not None and abs(ratio.mean) > ratio.half_width()
 
     @property
     def verdict(self) -> str:
         """A sentence on the fastest search, and whether the difference is significant."""
-        lead = self.lead
-        if lead is None:
+        log_ratio = self.log_ratio
+        if log_ratio is None:
             return "No other search that was chosen has this workload and effective batch, so nothing is ranked."
         first, second = (each.job.study for each in self.members[:2])
         if not self.has_winner:
             return f"{first} and {second} cannot be told apart."
-        ratio = math.exp(lead.mean)
-        return f"{first} is {ratio:.2f} ± {ratio * lead.half_width():.2f} times as fast as {second}."
+        ratio = math.exp(log_ratio.mean)
+        return f"{first} is {ratio:.2f} ± {ratio * log_ratio.half_width():.2f} times as fast as {second}."
 
     @property
     def drawing(self) -> Markup:
