@@ -216,19 +216,13 @@ class Presence:
 
     def mark(self) -> Mark:
         """Return a mark of the current searches. Two marks tell whether another search ran between them."""
-        if self._fd is None:
-            return Mark(is_alone=True, arrivals=None)
-        try:
-            return Mark(self._is_alone(self._fd), os.fstat(self._fd).st_size)
-        except OSError:
-            return Mark(is_alone=True, arrivals=None)
-
-    @staticmethod
-    def _is_alone(fd: int) -> bool:
-        """Return whether no other search holds a lock on the file."""
-        in_the_way = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
-        kind: int = struct.unpack(_FLOCK, in_the_way)[0]
-        return kind == fcntl.F_UNLCK
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                # What would be in the way of an exclusive lock: a lock of another search, or none.
+                in_the_way = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+                is_alone = struct.unpack(_FLOCK, in_the_way)[0] == fcntl.F_UNLCK
+                return Mark(is_alone, os.fstat(self._fd).st_size)
+        return Mark(is_alone=True, arrivals=None)
 
 
 def had_company(before: Mark, after: Mark) -> bool:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from autotune.core.arguments import check_arguments
 from autotune.core.candidate import Document
@@ -41,10 +41,6 @@ class Code:
     """As the command line has it: ``FILE:FUNCTION``, or a script's words."""
     folder: str
     """Where it runs."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the code as an option of a search."""
-        return {self.kind: self.value}
 
     def placed(self, request: SearchRequest) -> SearchRequest:
         """Return a request whose code runs in this code's folder."""
@@ -146,7 +142,9 @@ def search_request(
     """Return the request of these options on the devices, without calling ``check_request``."""
     count = int(options["gpus"]) if str(options.get("gpus") or "").isdecimal() else 1
     given = {name: value for name, value in options.items() if name not in NOT_OF_THE_WORK}
-    given = {**check_arguments(given), **(code.options() if code is not None else {}), "device": devices[0].uuid}
+    given = {**check_arguments(given), "device": devices[0].uuid}
+    if code is not None:
+        given[code.kind] = code.value
     if len(devices) < count:
         raise DeviceError(f"--gpus {count}: there are {len(devices)}", "ask for as many as one machine has")
     request = request_of(given, devices if options.get("gpus") else devices[:1])

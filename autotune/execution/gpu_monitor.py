@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from autotune.core.device import Device
@@ -197,14 +196,6 @@ def _with_lost_device(outcome: Failed, gpu: Device, before: Condition, after: Co
     return dataclasses.replace(outcome, reason="device_lost", message=f"{why}; {outcome.message}")
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """The GPU at one moment, with the trial's own processes."""
-
-    condition: Condition | None
-    own: frozenset[int]
-
-
 class _Watch:
     """Readings of one GPU during one trial, taken by a thread from the start of the trial to ``stop``."""
 
@@ -217,7 +208,9 @@ class _Watch:
         self._own_pids = own_pids
         self._started = time.time()
         self._ended = threading.Event()
-        self._readings: list[_Reading] = []
+        self._conditions: list[Condition] = []
+        self._own: set[int] = set()
+        """The trial's own processes, as far as they were seen."""
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -229,7 +222,9 @@ class _Watch:
     def _read(self) -> None:
         while not self._ended.wait(_INTERVAL_SECONDS):
             condition = current_session().condition(self._gpu.uuid)
-            self._readings.append(_Reading(condition, self._own_pids()))
+            if condition is not None:
+                self._conditions.append(condition)
+            self._own |= self._own_pids()
 
     def judge(self, outcome: Outcome, clocks: _Clocks) -> Outcome:
         """Return the outcome with what disturbed the trial, or with the reason ``device_lost``."""
@@ -254,10 +249,6 @@ class _Watch:
                 return dataclasses.replace(outcome, disturbed=why, others_share=others_share)
         return outcome
 
-    @property
-    def _conditions(self) -> list[Condition]:
-        return [reading.condition for reading in self._readings if reading.condition is not None]
-
     def _newcomers(self) -> frozenset[int]:
         """Return the processes that came during the trial, without the trial's own.
 
@@ -265,8 +256,7 @@ class _Watch:
         then taken for the trial.
         """
         seen = Counter(pid for sample in self._conditions for pid in sample.pids if pid not in self._before.pids)
-        own_pids = frozenset(pid for reading in self._readings for pid in reading.own)
-        own = own_pids & seen.keys() or {pid for pid, _ in seen.most_common(1)}
+        own = self._own & seen.keys() or {pid for pid, _ in seen.most_common(1)}
         return frozenset(seen.keys() - own)
 
     def _missing(self, after: Condition) -> list[str]:

@@ -85,10 +85,10 @@ class Leases:
                     break
         return None
 
-    def renew(self, name: str, token: str, lease_seconds: float = LEASE_SECONDS) -> bool:
+    def renew(self, name: str, token: str) -> bool:
         """Extend a lease; return whether it still has this token."""
         moment = self._clock()
-        values = {"heartbeat_at": moment, "expires_at": moment + timedelta(seconds=lease_seconds)}
+        values = {"heartbeat_at": moment, "expires_at": moment + timedelta(seconds=LEASE_SECONDS)}
         own = (LeaseRow.name == name) & (LeaseRow.token == token)
         with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
             return connection.execute(update(LeaseRow).where(own).values(**values)).rowcount == 1
