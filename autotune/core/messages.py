@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from autotune.core.candidate import Candidate
 from autotune.core.code_interface import Protection
@@ -159,16 +159,7 @@ class Ended:
 
 
 ServerLine = Ready | Adopted | ImportFailed | Started | Ended | ProgressLine | ResultLine | MalformedLine
-_LINES: dict[str, type[ServerLine]] = {
-    "ready": Ready,
-    "adopted": Adopted,
-    "import_error": ImportFailed,
-    "started": Started,
-    "ended": Ended,
-    "progress": ProgressLine,
-    "result": ResultLine,
-    "malformed": MalformedLine,
-}
+_LINES: dict[str, type[ServerLine]] = {dataclasses.fields(kind)[0].name: kind for kind in get_args(ServerLine)}
 """By the first field of each."""
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from autotune.core.code_interface import CodeInterface
 from autotune.core.dataset_spec import DataFacts, DataSpec
@@ -30,15 +30,8 @@ Task = Literal[
     "own",
 ]
 """The training task; ``own`` where the user's own Trainer decides it."""
-TASKS: tuple[Task, ...] = (
-    "sequence-classification",
-    "masked-lm",
-    "causal-lm",
-    "seq2seq-lm",
-    "image-classification",
-    "speech-seq2seq",
-    "image-text-to-text",
-)
+TASKS: tuple[Task, ...] = tuple(task for task in get_args(Task) if task != "own")
+"""Those that a person may name."""
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 PeftName = Literal["lora"]

@@ -4,7 +4,7 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import click
 import pytest
@@ -17,7 +17,6 @@ from autotune.core.arguments import check_arguments
 from autotune.core.errors import InvalidRequestError
 from autotune.core.option_kinds import FLAG, HEADROOM, SCRIPT
 from autotune.core.options import BY_NAME, OPTIONS, Option, options_of
-from autotune.core.workload import Task
 from autotune.tuning.options import request_of
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest, recorded_options, request_from_document
@@ -123,10 +122,6 @@ def _is_of(option: Option, param: click.Parameter) -> bool:
     return isinstance(param, click.Argument) == (option.kind is SCRIPT) and not (
         option.name == "study" and isinstance(param, click.Option) and "FILE" in str(param.help)
     )
-
-
-def test_a_task_that_a_person_names_is_any_but_their_own_code() -> None:
-    assert set(get_args(Task)) == {*BY_NAME["task"].kind.choices, "own"}
 
 
 class TestLevers:

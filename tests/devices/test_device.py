@@ -372,14 +372,10 @@ answer = [measured(1536), measured(None), measured(512), measured("-"), measured
 
     def test_energy_is_told_in_joules(self, machine: Machine) -> None:
         read = f"current_session().energy_joules('{uuid_of(0)}')"
-        code = f"from autotune.devices.nvml import current_session\nanswer = [{read}, {read}]"
-        assert machine.ask(code) == [7000.0, 7300.0]
+        assert machine.ask(f"answer = [{read}, {read}]") == [7000.0, 7300.0]
 
     def test_energy_is_absent_where_it_is_not_counted(self, machine: Machine, old_machine: Machine) -> None:
-        code = (
-            "from autotune.devices.nvml import current_session\n"
-            f"answer = [current_session().energy_joules(uuid) for uuid in ('cpu', 'GPU-5', 'MIG-1', '{uuid_of(0)}')]"
-        )
+        code = f"answer = [current_session().energy_joules(uuid) for uuid in ('cpu', 'GPU-5', 'MIG-1', '{uuid_of(0)}')]"
         assert machine.ask(code, STAND_IN_ERRORS="nvmlDeviceGetTotalEnergyConsumption:0=3") == [None] * 4
         assert old_machine.ask(code) == [None] * 4
         assert machine.ask(code, STAND_IN_ERRORS="nvmlInit=12") == [None] * 4
