@@ -1,14 +1,16 @@
-"""Loops with a validation, on accelerate, Lightning or ``autotune.steps``: some die after their first steps."""
+"""Loops with a validation, on accelerate: some die after their first steps."""
 
 import sys
 
 import torch
+from accelerate import Accelerator
 from rows_of_tokens import pad, samples
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForMaskedLM
 
-WORDS = sys.argv[1:] or ["accelerate", "healthy-epochs"]
-framework, (name, dies) = WORDS[0], (WORDS[1].removeprefix("healthy-"), not WORDS[1].startswith("healthy-"))
+# Other loops import this file for its model and loaders.
+word = sys.argv[1] if len(sys.argv) > 1 else "healthy-epochs"
+name, dies = word.removeprefix("healthy-"), not word.startswith("healthy-")
 
 
 def made(batch_size=8):
@@ -29,9 +31,8 @@ def kept(logits):
     return logits if name == "logits" and dies else logits.argmax(-1)
 
 
-def on_accelerate():
-    from accelerate import Accelerator
-
+def main():
+    """Train and validate twice."""
     accelerator = Accelerator(cpu=True)
     model, train, evaluated = made()
     model, optimizer, train, evaluated = accelerator.prepare(
@@ -48,43 +49,5 @@ def on_accelerate():
     print("most samples of a validation batch:", max(map(len, outputs)))
 
 
-def on_lightning():
-    import lightning.pytorch as pl
-
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = net
-
-        def training_step(self, batch, index):
-            return self.net(**batch).loss
-
-        def validation_step(self, batch, index):
-            outputs.append(kept(self.net(**batch).logits))
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters())
-
-    net, train, evaluated = made()
-    outputs = []
-    pl.Trainer(max_epochs=2, val_check_interval=100, accelerator="cpu").fit(Module(), train, evaluated)
-
-
-def loop(config):
-    """Of ``autotune.steps``, whose batch is its own."""
-    import autotune
-
-    net, train, evaluated = made()
-    optimizer = torch.optim.AdamW(net.parameters())
-    for _ in range(2):
-        for batch in autotune.steps(train):
-            net(**batch).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            outputs = [kept(net(**batch).logits) for batch in evaluated]
-        torch.cat(outputs).float().mean()
-
-
 if __name__ == "__main__":
-    on_lightning() if framework == "lightning" else on_accelerate()
+    main()

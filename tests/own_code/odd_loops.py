@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,14 +60,53 @@ def loop(
             optimizer.zero_grad()
 
 
+def mean(net: Any, inputs: torch.Tensor) -> Any:
+    """The loss of most of them."""
+    return net(inputs).mean()
+
+
 def trains(
-    loss_of: Callable[[Any, torch.Tensor], Any], make: Callable[[], torch.nn.Module] = Net, lr: float = 0.01
+    loss_of: Callable[[Any, torch.Tensor], Any] = mean,
+    make: Callable[[], torch.nn.Module] = Net,
+    lr: float = 0.01,
+    batches: Callable[[Any], Any] = loader,
 ) -> Callable[[Any], None]:
-    """A loop over a loss of its model and a batch."""
+    """A loop over a loss of its model and a batch; ``batches`` are made of the config."""
 
     def train(config: Any) -> None:
         net = make()
-        loop(config, lambda inputs: loss_of(net, inputs), sgd(net, lr))
+        loop(config, lambda inputs: loss_of(net, inputs), sgd(net, lr), batches(config))
+
+    return train
+
+
+def marks(size_of: Callable[[Any], int]) -> Callable[[Any], None]:
+    """A loop that makes batches within ``autotune.step``; ``size_of`` is given the config."""
+
+    def train(config: Any) -> None:
+        net, size = Net(), size_of(config)
+        optimizer = sgd(net)
+        for _ in range(10**6):
+            with autotune.step():
+                mean(net, torch.randn(size, 24)).backward()
+                optimizer.step()
+
+    return train
+
+
+def scaled(factor: float) -> Callable[[Any], None]:
+    """A loop with a gradient scaler and a fused optimizer, and a loss times a factor."""
+
+    def train(config: Any) -> None:
+        net, scaler = Net(), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+        for (inputs,) in autotune.steps(loader(config)):
+            with config.autocast("cpu"):
+                loss = net(inputs).float().mean() * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
 
     return train
 
@@ -141,40 +179,22 @@ def frozen(config: Any) -> None:
 truncate = trains(lambda net, x: net(x[:4]).mean())
 
 
-def _ready_made(size: int) -> DataLoader[Any]:
-    return DataLoader([torch.randn(size, 24) for _ in range(64)], batch_size=None)  # type: ignore[arg-type]
+def _forgetting(made: Callable[[], Any]) -> Callable[[Any], Any]:
+    """What is made by code that reads the batch of its config, and forgets it."""
+
+    def make(config: Any) -> Any:
+        print(f"reads {config.per_device_batch_size}, and forgets it")
+        return made()
+
+    return make
 
 
-def ready_made(config: Any) -> None:
-    """Has a loader without a batch size, of batches that were made before."""
-    net = Net()
-    print(f"reads {config.per_device_batch_size}, and forgets it")
-    loop(config, lambda x: net(x).mean(), sgd(net), _ready_made(1))
-
-
-def generate(config: Any) -> None:
-    """Goes over a generator of batches of two."""
-    net = Net()
-    print(f"reads {config.per_device_batch_size}, and forgets it")
-    loop(config, lambda x: net(x).mean(), sgd(net), (torch.randn(2, 24) for _ in range(10**6)))
-
-
-def mark(config: Any) -> None:
-    """Makes its batches within ``autotune.step``, of two samples."""
-    net = Net()
-    optimizer = sgd(net)
-    print(f"reads {config.per_device_batch_size}, and forgets it")
-    for _ in range(10**6):
-        with autotune.step():
-            net(torch.randn(2, 24)).mean().backward()
-            optimizer.step()
-
-
-def collate_few(config: Any) -> None:
-    """Has a collator that leaves samples out."""
-    net = Net()
-    few = lambda samples: torch.stack([sample[0] for sample in samples[:2]])  # noqa: E731
-    loop(config, lambda x: net(x).mean(), sgd(net), loader(config, few))
+# Has a loader without a batch size, of batches that were made before; goes over a generator of batches of two; makes
+# those within ``autotune.step``; has a collator that leaves samples out.
+ready_made = trains(batches=_forgetting(lambda: DataLoader([torch.randn(1, 24)] * 64, batch_size=None)))
+generate = trains(batches=_forgetting(lambda: (torch.randn(2, 24) for _ in range(10**6))))
+mark = marks(_forgetting(lambda: 2))
+collate_few = trains(batches=lambda config: loader(config, lambda samples: torch.stack([s[0] for s in samples[:2]])))
 
 
 def accumulate_less(config: Any) -> None:
@@ -187,10 +207,8 @@ def accumulate_less(config: Any) -> None:
         optimizer.step()
 
 
-def never_settle(config: Any) -> None:
-    """Has a gradient scaler whose optimizer is fused and skips every update."""
-    net = Net()
-    _scaled(config, net, 1e12)
+# Has a gradient scaler whose optimizer skips every update.
+never_settle = scaled(1e12)
 
 
 def ignore_precision(config: Any) -> None:
@@ -207,40 +225,23 @@ def ignore_precision(config: Any) -> None:
 # Honest ones
 
 
-def _scaled(config: Any, net: Net, factor: float) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    for (inputs,) in autotune.steps(loader(config)):
-        with config.autocast("cpu"):
-            loss = net(inputs).float().mean() * factor
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-
-def settle(config: Any) -> None:
-    """Has a gradient scaler whose optimizer is fused and skips the first updates."""
-    net = Net()
-    _scaled(config, net, 100.0)
-
-
+# Has a gradient scaler whose optimizer skips the first updates.
+settle = scaled(100.0)
 # Learns at a rate of zero, as the first steps of a warm-up do; gives its model a batch in parts of two; has a recurrent
 # model whose batch is the second dimension; has two rows for each sample; compiles its model.
-without_learning_rate = trains(lambda net, x: net(x).mean(), lr=0.0)
+without_learning_rate = trains(lr=0.0)
 in_parts = trains(lambda net, x: torch.cat([net(part) for part in x.split(2)]).mean())
 time_first = trains(lambda net, x: net(x.expand(5, -1, -1))[0].mean(), lambda: torch.nn.LSTM(24, 8))
 pairs = trains(lambda net, x: net(torch.cat([x, -x])).mean())
-compiled = trains(lambda net, x: net(x).mean(), lambda: torch.compile(Net(), backend="eager", fullgraph=True))
+compiled = trains(make=lambda: torch.compile(Net(), backend="eager", fullgraph=True))
 
 
 def recompute(config: Any) -> None:
     """Recomputes its whole model in the backward pass."""
     net = Net()
-    is_reentrant = "REENTRANT" in os.environ
 
     def loss_of(inputs: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = checkpoint(net, inputs.requires_grad_(), use_reentrant=is_reentrant)
+        scores: torch.Tensor = checkpoint(net, inputs.requires_grad_(), use_reentrant=False)
         return scores.mean()
 
     loop(config, loss_of, sgd(net))
@@ -271,21 +272,10 @@ class Streamed(IterableDataset[Any]):
             yield torch.randn(self._size, 24)
 
 
-def stream(config: Any) -> None:
-    """Has a loader without a batch size, whose data makes the batches that the config says."""
-    net = Net()
-    batches = DataLoader(Streamed(config.per_device_batch_size), batch_size=None)
-    loop(config, lambda x: net(x).mean(), sgd(net), batches)
-
-
-def mark_rightly(config: Any) -> None:
-    """Makes the batches of the config within ``autotune.step``."""
-    net = Net()
-    optimizer = sgd(net)
-    for _ in range(10**6):
-        with autotune.step():
-            net(torch.randn(config.per_device_batch_size, 24)).mean().backward()
-            optimizer.step()
+# Has a loader without a batch size, whose data make the batches that the config says; makes them within
+# ``autotune.step``.
+stream = trains(batches=lambda config: DataLoader(Streamed(config.per_device_batch_size), batch_size=None))
+mark_rightly = marks(lambda config: config.per_device_batch_size)
 
 
 def recompute_in_precision(config: Any) -> None:
@@ -303,17 +293,13 @@ def recompute_in_precision(config: Any) -> None:
 # What computes in another precision than it is told
 
 
-def _cast(config: Any, net: Net, casts: Callable[[int], Any]) -> None:
-    count = iter(range(10**9))
+def always_half(config: Any) -> None:
+    """Computes in 16 bits, whatever it reads."""
+    net = Net()
+    print(f"reads {config.precision}, and forgets it")
 
     def loss_of(inputs: torch.Tensor) -> torch.Tensor:
-        with casts(next(count)):
+        with torch.autocast("cpu", torch.bfloat16):
             return net(inputs).float().mean()
 
     loop(config, loss_of, sgd(net))
-
-
-def always_half(config: Any) -> None:
-    """Computes in 16 bits, whatever it reads."""
-    print(f"reads {config.precision}, and forgets it")
-    _cast(config, Net(), lambda _: torch.autocast("cpu", torch.bfloat16))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,19 +13,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autotune
 
-TINY_BERT = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64,
-}  # fmt: skip
-
 
 def train(config: Any) -> None:
-    """Tells random points apart; ``LENGTH`` samples, 96 by itself."""
+    """Tells 96 random points apart."""
     torch.manual_seed(0)
     body, head = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU()), torch.nn.Linear(64, 2)
     model = torch.nn.Sequential(body, head)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    samples = int(os.environ.get("LENGTH", "96"))
-    data = TensorDataset(torch.randn(samples, 32), torch.randint(0, 2, (samples,)))
+    data = TensorDataset(torch.randn(96, 32), torch.randint(0, 2, (96,)))
     loader = DataLoader(data, batch_size=config.per_device_batch_size, shuffle=True)
     print(f"trains with {config}, loads with {loader.num_workers} processes")
     for _ in range(3):
@@ -43,32 +37,6 @@ def train(config: Any) -> None:
         print("evaluates")
 
 
-def classify_texts(config: Any) -> None:
-    """Tells apart two kinds of random texts with a tiny BERT, as a loop on any device does."""
-    model, loader, device = _tiny_bert(config)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for number, (tokens, labels) in enumerate(autotune.steps(loader), start=1):
-        with config.autocast(device):
-            loss = model(input_ids=tokens.to(device), labels=labels.to(device)).loss
-        (loss / config.gradient_accumulation_steps).backward()
-        if number % config.gradient_accumulation_steps == 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            print(f"loss {loss.item():.3f}")
-
-
-def _tiny_bert(config: Any) -> tuple[Any, DataLoader[Any], str]:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", **TINY_BERT)).to(device)
-    data = TensorDataset(torch.randint(5, 64, (96, 12)), torch.randint(0, 2, (96,)))
-    return model, DataLoader(data, batch_size=config.per_device_batch_size, shuffle=True), device
-
-
 def take_the_batch_alone(config: Any) -> None:
     """Uses nothing else of its config."""
     model = torch.nn.Linear(4, 1)
@@ -77,11 +45,6 @@ def take_the_batch_alone(config: Any) -> None:
         with autotune.step():
             model(torch.randn(config.per_device_batch_size, 4)).mean().backward()
             optimizer.step()
-
-
-def ignore(config: Any) -> None:
-    """Uses nothing of its config."""
-    take_the_batch_alone(autotune.LoopConfig(8))
 
 
 def accumulate_otherwise(config: Any) -> None:

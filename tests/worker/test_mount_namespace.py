@@ -77,10 +77,12 @@ def in_fork(user: int, does: Callable[[], None]) -> None:
     assert os.waitpid(forked(user, does), 0)[1] == 0
 
 
-def protect(scratch: Scratch, folder: Path, layer: str | None = None) -> None:
+def protect(
+    scratch: Scratch, folder: Path, layer: str | None = None, ranks: Ranks | None = None, *, shares: bool = True
+) -> None:
     """Enter the layers in this process."""
     os.chdir(folder)
-    protection.protect(Protection("overlay", layer), scratch, str(folder), Ranks(), shares=True)
+    protection.protect(Protection("overlay", layer), scratch, str(folder), ranks or Ranks(), shares=shares)
 
 
 @pytest.mark.parametrize("user", [NOT_ROOT if os.getuid() == 0 else os.getuid()])
@@ -182,8 +184,7 @@ def test_runs_of_one_job_do_not_see_each_other(folder: Path, user: int) -> None:
 
     def job() -> None:
         scratch = make_scratch("autotune-test-")
-        os.chdir(folder)
-        protection.protect(Protection("overlay"), scratch, str(folder), Ranks(), shares=False)
+        protect(scratch, folder, shares=False)
 
         def run() -> None:
             protection.begin_run()
@@ -209,16 +210,14 @@ def test_ranks_share_what_they_write(folder: Path, user: int) -> None:
             return [int(os.read(told[0], 16))]
 
     def first() -> None:
-        os.chdir(folder)
-        protection.protect(Protection("overlay"), scratch, str(folder), Two(0, 2), shares=True)
+        protect(scratch, folder, ranks=Two(0, 2))
         Path("by the first").touch()
         sort_offers[0].send(b"written")
         assert sort_offers[0].recv(8) == b"written"
         assert sorted(os.listdir(".")) == ["by the first", "by the second"]
 
     def second() -> None:
-        os.chdir(folder)
-        protection.protect(Protection("overlay"), scratch, str(folder), Two(1, 2), shares=True)
+        protect(scratch, folder, ranks=Two(1, 2))
         assert sort_offers[1].recv(8) == b"written"
         assert os.listdir(folder) == ["by the first"]
         assert os.getcwd() == str(folder)

@@ -36,10 +36,10 @@ def lone_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server.__exit__()
 
 
-def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, loop: str | None = None, batch: int = 8) -> Rehearsal:
-    """What is found of one of the trainings under a limit, in a ``loop`` on a framework."""
-    words = ("python", str(RUNS), name) if loop is None else ("python", str(LOOPS), loop, name)
-    return rehearsed_source(server, find_script(words), Candidate(Arm(), batch, 8 // batch), cap_bytes)
+def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, script: Path = RUNS, batch: int = 8) -> Rehearsal:
+    """What is found of one of the trainings of a script under a limit."""
+    source = find_script(("python", str(script), name))
+    return rehearsed_source(server, source, Candidate(Arm(), batch, 8 // batch), cap_bytes)
 
 
 def rehearsed_source(
@@ -112,8 +112,8 @@ def test_what_ends_a_loop_after_its_first_steps_is_told_before_it(
     trial_server: ServerClient, folder: Path, name: str
 ) -> None:
     words, cap_mib = LOOP_ENDINGS[name]
-    assert re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB, loop="accelerate").alarms))
-    healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB, loop="accelerate")
+    assert re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB, script=LOOPS).alarms))
+    healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB, script=LOOPS)
     assert (healthy.problem, healthy.alarms, healthy.unknown) == (None, [], ())
     assert healthy.evaluation.batch == (16 if name == "batch" else 8)
     assert healthy.evaluation.samples == (4000 if name == "logits" else 512)
@@ -136,7 +136,7 @@ def test_the_last_steps_of_an_epoch_are_told_where_they_are_trained_wrongly(
 
 
 def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient, folder: Path) -> None:
-    workload, _ = trial_server.prepared(Workload.of_source(find_script(("python", str(LOOPS), "accelerate", "batch"))))
+    workload, _ = trial_server.prepared(Workload.of_source(find_script(("python", str(LOOPS), "batch"))))
     source, candidate = workload.source, Candidate(Arm(optim=OWN_OPTIM), 8, 1)
     batches = rehearsed_source(trial_server, source, candidate, 150 * MIB).loader_batches
     ((key, batch),) = batches.items()
@@ -149,7 +149,7 @@ def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient,
 
 
 def test_a_validation_that_raises_is_told(trial_server: ServerClient, folder: Path) -> None:
-    found = rehearsed(trial_server, "raises", 400 * MIB, loop="accelerate")
+    found = rehearsed(trial_server, "raises", 400 * MIB, script=LOOPS)
     assert found.alarms == []
     (told,) = found.unknown
     assert re.match("the validation: .* raised ZeroDivisionError: division by zero", told)
