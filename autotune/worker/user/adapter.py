@@ -102,17 +102,7 @@ class Measured(Observer):
         from autotune.worker.user.loader_overlay import key_of
 
         assert self.steps is not None
-        return self.steps.batches(_Batches(give)) if key_of(loader) == self._loader_key else give()
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """The batches of a loader, which can be iterated repeatedly."""
-
-    give: GiveBatches
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.give()
+        return self.steps.repeated(give) if key_of(loader) == self._loader_key else give()
 
 
 class Overlay:

@@ -94,11 +94,11 @@ def next_step(source: TrainingSource) -> str:
     within = os.path.relpath(source.file, source.cwd)
     file = source.file if within.startswith(os.pardir) else within
     names = [name for name in watch_options().names if name != "--help" and not _EVALUATION.search(name)]
+    of_batch = [name for name in names if "batch" in name]
     # Where no option names the batch, any option may decide how many samples the dataset puts in a batch.
-    flags = [name for name in names if _BATCH.search(name)]
-    flags = flags if any("batch" in name for name in flags) else names[:_MOST_NAMED]
+    flags = [name for name in names if _BATCH.search(name)] if of_batch else names[:_MOST_NAMED]
     start = ["torchrun" if source.is_ranked else "python", *(("-m", source.module) if source.module else (file,))]
-    command = shlex.join([*start, *source.argv, next((name for name in flags if "batch" in name), "OPTION"), "{batch}"])
+    command = shlex.join([*start, *source.argv, of_batch[0] if of_batch else "OPTION", "{batch}"])
     named = f"its options are {', '.join(flags)}; " if flags else ""
     return (
         "put {batch} where its command line, a variable or a configuration file says the samples of a forward pass, "

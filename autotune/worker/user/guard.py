@@ -13,15 +13,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
 from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE, UserCodeError, next_step
 from autotune.worker.wrapping import before, lines_above, module_of, on_import, users_line
-
-Stop = Callable[[UserCodeError], None]
-"""Ends the job; called with what cannot be measured, and what to do about it."""
 
 _COMPILER = str(Path("torch", "_inductor", "compile_worker", "__main__.py"))
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "accelerate-launch", "deepspeed", "mpirun", "mpiexec", "srun"})
@@ -38,16 +36,17 @@ _STARTED_PYTHON = Path(__file__).parent / "started_python"
 _PREPARES_WEIGHTS = ("peft.",)
 
 
+@dataclass(eq=False)
 class Guard:
     """Stops the job where the user's code trains without being measured, until ``lift`` is called."""
 
-    def __init__(self, source: TrainingSource, stop: Stop, is_known: Callable[[], bool] = lambda: False) -> None:
-        self._source = source
-        self._is_known = is_known
-        """Returns whether a training has begun that is observed elsewhere, so that its steps are allowed."""
-        self._stop = stop
-        self._is_lifted = False
-        self._process = os.getpid()
+    source: TrainingSource
+    stop: Callable[[UserCodeError], None]
+    """Ends the job; called with what cannot be measured, and what to do about it."""
+    is_known: Callable[[], bool] = lambda: False
+    """Returns whether a training has begun that is observed elsewhere, so that its steps are allowed."""
+    _is_lifted: bool = field(default=False, init=False)
+    _process: int = field(default_factory=os.getpid, init=False)
 
     def install(self, stop_file: str) -> None:
         """Stop the job from now on where this process, or one that it starts, trains without being measured.
@@ -62,7 +61,7 @@ class Guard:
         def spawned(*_: Any, **__: Any) -> None:
             if not self._is_lifted:
                 self._end(
-                    f"{self._source.name} starts processes of its own to train in (torch.multiprocessing)",
+                    f"{self.source.name} starts processes of its own to train in (torch.multiprocessing)",
                     "make it train in its own process: most scripts do so when they are told to use one device",
                 )
 
@@ -80,15 +79,15 @@ class Guard:
     def _end(self, message: str, hint: str) -> None:
         """Stop the job, from this process or a forked one."""
         if os.getpid() == self._process:
-            self._stop(UserCodeError(message, hint))
+            self.stop(UserCodeError(message, hint))
         else:
             # This is a fork of the job's process.
             _end_job(message, hint)
 
     def _on_step(self) -> None:
         """Stop the job at a training step that nothing measures, unless a library initializes weights by it."""
-        if not self._is_lifted and not self._is_known() and not _prepares_weights():
-            self._end(*describe_training(self._source))
+        if not self._is_lifted and not self.is_known() and not _prepares_weights():
+            self._end(*describe_training(self.source))
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Stop the job before it starts a process in which training could not be noticed; an audit hook of Python."""
@@ -104,7 +103,7 @@ class Guard:
         if becomes or launches or is_unknown:
             verb = "becomes" if becomes else "starts"
             self._end(
-                f"{self._source.name} {verb} another process, in which nothing can be measured: "
+                f"{self.source.name} {verb} another process, in which nothing can be measured: "
                 f"{shlex.join(words)[:200]}",
                 _advice_for(words),
             )
@@ -237,9 +236,11 @@ def _advice_for(words: Sequence[str]) -> str:
     if not left or left[0] == "-c":
         return "give a command that trains in its own process: -- python train.py …"
     own_output = os.environ.get(REDIRECTED_VARIABLE)
-    for place, word in enumerate(left):
+    for place, word in enumerate(left if own_output is not None else ()):
+        # The trial has put a folder of its own there.
         option, equals, _ = word.partition("=")
-        if own_output is not None and option in OUTPUT_OPTIONS:
-            # The trial has put a folder of its own there.
-            left[place : place + 2 - bool(equals)] = [f"{option}={own_output}"] if equals else [option, own_output]
+        if option in OUTPUT_OPTIONS and equals:
+            left[place] = f"{option}={own_output}"
+        elif option in OUTPUT_OPTIONS:
+            left[place + 1 : place + 2] = [str(own_output)]
     return f"give what it starts: -- python {shlex.join(left)}"

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
@@ -31,43 +32,32 @@ MOST_PREFETCHED = 4
 library sets, 196 steps came before the four that were timed. A choice."""
 
 
+@dataclass(eq=False)
 class LoaderOverlay:
     """Changes the loader of one ``key``: the line that creates it, and its number among the loaders created there."""
 
-    def __init__(
-        self,
-        key: str | None = None,
-        batch: int | None = None,
-        workers: int = 0,
-        prefetch: int | None = None,
-        *,
-        least_batches: int = 0,
-        accumulation: int = 1,
-        on_made: Callable[[Any], None] = lambda _: None,
-        others: Mapping[str, int] | None = None,
-        say: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        """Change the loader created at ``key``. ``others`` are batch sizes of other loaders by key.
-
-        ``say`` gets a message for each of the other loaders that is changed.
-        """
-        self._key = key
-        self._batch = batch
-        """``None`` leaves the script's own batch size. 0 ``workers`` leave its workers and prefetching."""
-        self._workers = workers
-        self._prefetch = prefetch
-        self._least_batches = least_batches
-        """The fewest batches that the loader's length is to show: it is iterated again where its data ends earlier."""
-        self._accumulation = accumulation
-        self._on_made = on_made
-        """Called with the loader once it is made."""
-        self._others = others or {}
-        self._say = say
-        self._made: Counter[str] = Counter()
-        self.made: Any = None
-        """The loader that was made at ``key``; ``None`` before."""
-        self.said: int | None = None
-        """The ``batch_size`` that the code gives it, 1 without one; ``None`` before."""
+    key: str | None = None
+    batch: int | None = None
+    """``None`` leaves the script's own batch size."""
+    workers: int = 0
+    """0 leaves the script's own workers and prefetching."""
+    prefetch: int | None = None
+    _: KW_ONLY
+    least_batches: int = 0
+    """The fewest batches that the loader's length is to show: it is iterated again where its data ends earlier."""
+    accumulation: int = 1
+    on_made: Callable[[Any], None] = lambda _: None
+    """Called with the loader once it is made."""
+    others: Mapping[str, int] = field(default_factory=dict)
+    """Batch sizes of other loaders by key."""
+    say: Callable[[str], None] = lambda _: None
+    """Called with a message for each of the other loaders that is changed."""
+    made: Any = field(default=None, init=False)
+    """The loader that was made at ``key``; ``None`` before."""
+    said: int | None = field(default=None, init=False)
+    """The ``batch_size`` that the code gives it, 1 without one; ``None`` before."""
+    _made_at: Counter[str] = field(default_factory=Counter, init=False)
+    """Number of loaders created at each line."""
 
     def install(self) -> None:
         """Wrap ``DataLoader`` for the rest of this process, to give each loader its key and change some."""
@@ -76,28 +66,28 @@ class LoaderOverlay:
         def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
             """Create a loader, with the changes that are asked for its key, and record the key in it."""
             place = line_of_maker()
-            key = f"{place}#{self._made[place]}"
-            self._made[place] += 1
-            if key == self._key:
+            key = f"{place}#{self._made_at[place]}"
+            self._made_at[place] += 1
+            if key == self.key:
                 given = signature.bind(loader, *args, **kwargs)
                 self.made, self.said = loader, given.arguments.get("batch_size", 1)
-                if self._batch is not None:
-                    _set_batch(given.arguments, self._batch)
-                if self._workers:
-                    given.arguments |= {"num_workers": self._workers, "prefetch_factor": self._prefetch}
+                if self.batch is not None:
+                    _set_batch(given.arguments, self.batch)
+                if self.workers:
+                    given.arguments |= {"num_workers": self.workers, "prefetch_factor": self.prefetch}
                 make(*given.args, **given.kwargs)
-                self._on_made(loader)
-            elif (batch := self._others.get(key)) is not None:
+                self.on_made(loader)
+            elif (batch := self.others.get(key)) is not None:
                 given = signature.bind(loader, *args, **kwargs)
                 _set_batch(given.arguments, batch)
                 make(*given.args, **given.kwargs)
-                self._say(f"batch_size={batch} is set for the DataLoader at {os.path.basename(place)}")
+                self.say(f"batch_size={batch} is set for the DataLoader at {os.path.basename(place)}")
             else:
                 make(loader, *args, **kwargs)
             setattr(loader, _KEY, key)
 
         around(DataLoader, "__init__", made)
-        if self._key is not None and self._least_batches:
+        if self.key is not None and self.least_batches:
             around(DataLoader, "__len__", self._lengthened)
 
     def _lengthened(self, length: Callable[..., int], loader: Any) -> int:
@@ -106,10 +96,10 @@ class LoaderOverlay:
         The factor is 1 more than a multiple of the accumulation, and large enough for ``least_batches``.
         """
         own = length(loader)
-        if key_of(loader) != self._key or not 0 < own < self._least_batches:
+        if key_of(loader) != self.key or not 0 < own < self.least_batches:
             return own
-        rounds = -(-self._least_batches // own)
-        return own * (1 + -(-rounds // self._accumulation) * self._accumulation)
+        rounds = -(-self.least_batches // own)
+        return own * (1 + -(-rounds // self.accumulation) * self.accumulation)
 
 
 def _set_batch(arguments: dict[str, Any], batch: int) -> None:

@@ -88,9 +88,9 @@ class LoopRehearsal(OwnTrial):
 class _NoSteps(LoopSteps):
     """Gives a loop its batches without dividing it into steps."""
 
-    def batches(self, loader: Any) -> Iterator[Any]:
-        """Yield the batches of a loader once."""
-        yield from loader
+    def repeated(self, give: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yield the batches of one epoch."""
+        return give()
 
     def micro_step_ends(self) -> None:
         """Do nothing."""
@@ -181,10 +181,11 @@ class LoopParts(Parts, Listener):
             self._losses.append([])
         if not self._data and self._latest is not None:
             self._data.append(self._latest)
-            own = self._own_batches
-            self._own_batches = own if own is not None and self.length_of_epoch(own) != own else None
-            # Without an incomplete step the batch for it is left out. Lightning was told to expect that batch.
-            self._last_batch -= self._accumulation > 1 and self._own_batches is None and not self._is_counted
+            if self._own_batches is not None and self.length_of_epoch(self._own_batches) == self._own_batches:
+                self._own_batches = None
+            if self._own_batches is None and self._accumulation > 1 and not self._is_counted:
+                # Without an incomplete step the batch for it is left out. Lightning was told to expect that batch.
+                self._last_batch -= 1
         if self._given <= self._plain:
             self._data += [data for data in self._met if any(data is each for each in self._met_before)]
             self._met, self._met_before = [], self._met

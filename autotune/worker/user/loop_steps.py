@@ -103,8 +103,12 @@ class LoopSteps(StepMarks):
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader endlessly, so that the code after the loop is never reached."""
         self._on_loader(loader)
+        yield from self.repeated(lambda: iter(loader))
+
+    def repeated(self, give: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yield batches endlessly; ``give`` begins an epoch, and returns the iterator over its batches."""
         with self._opened("goes over autotune.steps within autotune.steps", "use it for the training loop alone"):
-            while (yield from self._once(loader)):
+            while (yield from self._once(give())):
                 self.data_is_over()
 
     @contextlib.contextmanager
@@ -122,9 +126,8 @@ class LoopSteps(StepMarks):
         finally:
             self._is_open = False
 
-    def _once(self, loader: Iterable[Any]) -> Generator[Any, None, bool]:
-        """Yield the batches of a loader once; return whether there were any."""
-        batches = iter(loader)
+    def _once(self, batches: Iterator[Any]) -> Generator[Any, None, bool]:
+        """Yield the batches of an epoch; return whether there were any."""
         given = 0
         while True:
             began = perf_counter()
@@ -182,8 +185,9 @@ class LoopSteps(StepMarks):
             self._micro_steps_without_backward = 0
         self._backward_passes = 0
         # Micro-steps are counted where torch does not know the optimizer, or a gradient scaler may skip its step.
-        waits = self._accumulation is None or (self._has_stepped and not self._may_skip)
-        if self._marks is not None or (not waits and self._micro_steps >= (self._accumulation or 0)):
+        is_counted = not self._has_stepped or self._may_skip
+        is_complete = self._accumulation is not None and self._micro_steps >= self._accumulation
+        if self._marks is not None or (is_counted and is_complete):
             self._end_step()
         else:
             self._listener.micro_step_ends()

@@ -139,17 +139,10 @@ class OwnTrial(Trial):
 
     def _make_checks(self) -> StepChecks:
         """Return the checks that judge whether steps really train, and end the process where they do not."""
-
-        def refuse(found: NotTrainedError) -> NoReturn:
-            # Their code might catch an exception.
-            self._end(self._failure(found))
-
-        return StepChecks(
-            self._source.name,
-            # Of a script with placeholders, samples are counted where its inspection saw them enter a model.
-            None if self._is_told_by_words else self._candidate.per_device_train_batch_size,
-            refuse,
-        )
+        # Of a script with placeholders, samples are counted where its inspection saw them enter a model.
+        samples = None if self._is_told_by_words else self._candidate.per_device_train_batch_size
+        # No exception, which their code might catch.
+        return StepChecks(self._source.name, samples, lambda found: self._end(self._failure(found)))
 
     def _refuse(self, error: UserCodeError) -> NoReturn:
         """End the process because the user's code cannot be measured."""
@@ -163,7 +156,8 @@ class OwnTrial(Trial):
             message = f"{self._source.name} ran out of memory, and caught the error"
             return self._failure(NotTrainedError(message, is_out_of_memory=True))
         if isinstance(error, UserCodeError | SettingUnavailableError):
-            print("; ".join(filter(None, (f"autotune: {error}", getattr(error, "hint", "")))), file=sys.stderr)
+            hint = getattr(error, "hint", "")
+            print(f"autotune: {error}; {hint}" if hint else f"autotune: {error}", file=sys.stderr)
             reason: FailureReason = "unavailable" if isinstance(error, SettingUnavailableError) else "error"
             return Failed(reason, str(error), during=self._phases.current)
         outcome = self._failure(error)
@@ -246,7 +240,7 @@ class OwnTrial(Trial):
         self._checks.watch.watch_updates_by_hand()
         self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
         self._timer = self._make_timer(self._enough)
-        steps = self._steps = self._checks.watch.listener = PlaceholderSteps(
+        steps = PlaceholderSteps(
             source.name,
             self._candidate,
             interface.steps,
@@ -256,10 +250,11 @@ class OwnTrial(Trial):
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(UserCodeError(message)),
         )
+        self._steps = self._checks.watch.listener = steps
         run_script(dataclasses.replace(source, argv=words), output_dir)
         # One such step may be the short last step of an epoch.
-        if steps.otherwise > 1:
-            raise UserCodeError(steps.told_otherwise)
+        if steps.deviations > 1:
+            raise UserCodeError(steps.deviation)
 
     def _check_numerics(self) -> None:
         """End the trial where the script computes in another precision than requested, or checkpoints unasked."""
@@ -305,14 +300,13 @@ class OwnTrial(Trial):
             arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.loader_prefetch,
         )
         samples = interface.samples
-        steps = max(1, samples // self._candidate.samples_per_step) if samples is not None else None
-        timer = self._timer = self._make_timer(
-            self._enough, run=planned_run(interface.lengths, self._candidate, steps, 1.0 if steps else None)
-        )
+        of_epoch = max(1, samples // self._candidate.samples_per_step) if samples is not None else None
+        run = planned_run(interface.lengths, self._candidate, of_epoch, 1.0 if of_epoch else None)
+        timer = self._timer = self._make_timer(self._enough, run=run)
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
 
-        made = self._steps = self._checks.watch.listener = LoopSteps(
+        steps = LoopSteps(
             self._source.name,
             accumulation,
             timer,
@@ -321,7 +315,8 @@ class OwnTrial(Trial):
             on_loader=on_loader,
             on_batch=timer.takes,
         )
-        return made
+        self._steps = self._checks.watch.listener = steps
+        return steps
 
     def _begins(self) -> None:
         """Allow the code to train, and measure it from now on."""
@@ -365,9 +360,15 @@ def planned_run(
     varies = lengths.vary and batching.padding != "max_length"
     long_samples = lengths.long_in_row(batching.batch, shapes.longest_tokens) if batching.padding == "rows" else 1
     return PlannedRun(
-        shapes.steps, epochs, shapes.new, min(shapes.new, of_epoch.new), shapes.new_in_steps, tokens, varies,
-        long_samples,
-    )  # fmt: skip
+        shapes.steps,
+        epochs,
+        new_shapes=shapes.new,
+        epoch_shapes=min(shapes.new, of_epoch.new),
+        new_in_steps=shapes.new_in_steps,
+        step_tokens=tokens,
+        varies=varies,
+        long_samples=long_samples,
+    )
 
 
 def note_cache_files(list_file: str) -> None:

@@ -220,9 +220,7 @@ class _ScriptInspector:
             except SystemExit as error:
                 if error.code not in (None, 0):
                     raise
-            if watching.passes_without_step:
-                raise watching.not_stepped()
-            raise watching.ended_early()
+            raise watching.error_at_end()
         except BaseException as error:
             fail(error)
 

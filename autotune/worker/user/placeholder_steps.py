@@ -31,7 +31,7 @@ from autotune.worker.user.loop_steps import StepMarks
 from autotune.worker.wrapping import after
 
 # After more deviating steps in a row than this, the trial is refused, if no step was as requested before.
-_MOST_OTHERWISE = 3
+_MOST_DEVIATIONS = 3
 # The same limit once a step was as requested; also the limit on backward passes before a step, as a multiple of those
 # of a step. A choice.
 _MOST_LATER = 40
@@ -69,9 +69,9 @@ class PlaceholderSteps(StepMarks):
         self._optimizers: list[Any] = []
         self._has_begun = False
         self._whole_steps = self._passes = self._rows = 0
-        self.otherwise = 0
+        self.deviations = 0
         """Number of steps in a row that differed from the requested ones."""
-        self.told_otherwise = ""
+        self.deviation = ""
         """How the last of these steps differed, in words."""
         self._loading = LoaderWait()
         self._models = ModelNames()
@@ -125,31 +125,33 @@ class PlaceholderSteps(StepMarks):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Report a step with the requested passes and samples, drop others, and refuse after too many."""
+        """Report a step with the requested passes and samples, and drop any other."""
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
-        is_whole = rows == self._wanted_rows and (passes == self._wanted_passes or not self._is_told_passes)
         self._marks = None
         self._passes = self._rows = 0
         wait_seconds = self._loading.take()
-        if not is_whole:
+        if rows == self._wanted_rows and (passes == self._wanted_passes or not self._is_told_passes):
+            self._on_step()
+            self._whole_steps += 1
+            self.deviations = 0
+            self._timer.step_ends(marks, wait_seconds)
+        else:
             # A gradient scaler may leave steps out, whose backward passes then come with those of the next.
             are_several = passes > self._wanted_passes and passes % self._wanted_passes == 0
             if not (self._may_skip and are_several):
-                self.otherwise += 1
-                self.told_otherwise = self._describe_otherwise(passes, rows)
-                # It never does what it was told.
-                if self.otherwise > (_MOST_LATER if self._whole_steps else _MOST_OTHERWISE):
-                    self._refuse(self.told_otherwise)
+                self._count_deviation(passes, rows)
             self._timer.step_is_dropped()
-        else:
-            self._on_step()
-            self._whole_steps += 1
-            self.otherwise = 0
-            self._timer.step_ends(marks, wait_seconds)
         self._timer.step_begins()
 
-    def _describe_otherwise(self, passes: int, rows: int) -> str:
+    def _count_deviation(self, passes: int, rows: int) -> None:
+        """Record how a step differed from the requested ones. Refuse the trial after too many such steps in a row."""
+        self.deviations += 1
+        self.deviation = self._describe_deviation(passes, rows)
+        if self.deviations > (_MOST_LATER if self._whole_steps else _MOST_DEVIATIONS):
+            self._refuse(self.deviation)
+
+    def _describe_deviation(self, passes: int, rows: int) -> str:
         """Return in words how the script's steps differ from the requested ones."""
         asked = f"{self._candidate.per_device_train_batch_size} × {self._candidate.gradient_accumulation_steps}"
         site = self._how.site
@@ -345,23 +347,25 @@ class ScriptWatch(Listener):
         """Count the pass. Fail after too many passes without an optimizer step."""
         self._now.passes += 1
         self._now.passes_within += self._is_stepping
-        if self.passes_without_step > _MOST_PASSES:
-            self._fail(self.not_stepped())
+        if self._passes_without_step > _MOST_PASSES:
+            self._fail(self._not_stepped())
 
     @property
-    def passes_without_step(self) -> int:
+    def _passes_without_step(self) -> int:
         """Backward passes before the first step of an optimizer; 0 after it."""
         return 0 if self._steps else self._now.passes
 
-    def not_stepped(self) -> UserCodeError:
+    def _not_stepped(self) -> UserCodeError:
         """Return the error for backward passes without an optimizer step."""
         return UserCodeError(
-            f"{self._source.name} made {self.passes_without_step} backward passes, and no optimizer of torch stepped",
+            f"{self._source.name} made {self._passes_without_step} backward passes, and no optimizer of torch stepped",
             "have it update by a torch.optim.Optimizer, or call model.zero_grad() after each update: that ends a step",
         )
 
-    def ended_early(self) -> UserCodeError:
-        """Return the error for a script that ended too early."""
+    def error_at_end(self) -> UserCodeError:
+        """Return the error for a script that ended before its second whole step."""
+        if self._passes_without_step:
+            return self._not_stepped()
         if not self._made:
             return UserCodeError(
                 f"{self._source.name} ended without having made an optimizer of torch",

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 # Share of the available memory that layers in memory may take. A choice.
 _SHARE_OF_MEMORY = 0.5
-_SHARED_MEMORY = "/dev/shm"
 
 _CACHES = {
     "HF_HOME": "~/.cache/huggingface",
@@ -74,8 +73,8 @@ class Protected:
         if self._has_namespace and rank == 0:
             self._is_user_space = sandbox.open_namespace()
         elif self.kind == "landlock":
-            if sandbox.is_within(os.path.realpath(cwd), _SHARED_MEMORY):
-                raise OSError(errno.EACCES, f"Landlock does not protect files in {_SHARED_MEMORY}")
+            if sandbox.is_within(os.path.realpath(cwd), sandbox.SHARED_MEMORY):
+                raise OSError(errno.EACCES, f"Landlock does not protect files in {sandbox.SHARED_MEMORY}")
             os.environ[WRITABLE_VARIABLE] = os.pathsep.join(self.writable)
             sandbox.restrict_writes(self.writable)
             sandbox.refuse_attributes(self.writable)
@@ -83,7 +82,7 @@ class Protected:
     @property
     def writable(self) -> list[str]:
         """The folders to which Landlock allows writes."""
-        return [*self._outside, _SHARED_MEMORY]
+        return [*self._outside, sandbox.SHARED_MEMORY]
 
     def begin(self) -> None:
         """Cover the files for a run of the user's code, in this process and its children.

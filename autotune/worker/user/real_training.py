@@ -248,9 +248,6 @@ class LoopRun(Run):
         self._overruled: int | None = None
         self._schedules: list[Any] = []
 
-        def made(_: None, schedule: Any, *__: Any, **___: Any) -> None:
-            self._schedules.append(schedule)
-
         def overrules(said: int) -> None:
             self._overruled = said
 
@@ -268,7 +265,8 @@ class LoopRun(Run):
             self.watch_loop()
             known = source.kind != "loop" or "accumulation" in takes
             self.watch_first_step(candidate.gradient_accumulation_steps if known else None)
-            after(sys.modules["torch.optim.lr_scheduler"].LRScheduler, "__init__", made)
+            schedule = sys.modules["torch.optim.lr_scheduler"].LRScheduler
+            after(schedule, "__init__", lambda _, made, *__, **___: self._schedules.append(made))
 
         # Not "torch.utils.data", which torch imports while half of it is not there yet.
         on_import("torch", change)

@@ -241,9 +241,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._held.append(self._meter.allocated_bytes())
         self._tree.read(always=True)
         spent = max(self._of_ranks("a step", time.monotonic() - self._began))
-        if state.global_step < _FEWEST_STEPS or (
-            state.global_step < self._most_steps and spent * (1 + 1 / state.global_step) < self._work.seconds
-        ):
+        has_time = spent * (1 + 1 / state.global_step) < self._work.seconds
+        if state.global_step < _FEWEST_STEPS or (state.global_step < self._most_steps and has_time):
             return
         peak = max(self._of_ranks("the steps", self._meter.peaks().reserved))
         self._found = replace(self._found, growth_bytes=growth_of(self._held), peak_bytes=peak)
@@ -252,6 +251,10 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._found = replace(self._found, longest=longest, evaluation=evaluation, host=self._host())
         if args.save_strategy == "no":
             self.finish()
+        self._begin_saving(args, control)
+
+    def _begin_saving(self, args: Any, control: Any) -> None:
+        """Have the ``Trainer`` write a checkpoint; one that is too large here is computed, which ends the process."""
         size = self._saved_bytes()
         free = min(self._of_ranks("the disk", shutil.disk_usage(args.output_dir).free))
         if size > min(_MOST_SAVED_BYTES, free // 4):

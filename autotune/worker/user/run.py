@@ -114,10 +114,10 @@ class LoopLook(OwnTrial):
     def _make_checks(self) -> StepChecks:
         """Watch for the first update, in full float32; return the checks of a trial."""
         in_full_float32()
-        _FirstStep(self._candidate.samples_per_step, self._take).install()
+        _FirstStep(self._candidate.samples_per_step, self._report)
         return super()._make_checks()
 
-    def _take(self, step: FirstStep) -> NoReturn:
+    def _report(self, step: FirstStep) -> NoReturn:
         """Report the first step, with the roundoff of all dtypes seen, or the problem of unexpected backward passes."""
         # A script with placeholders may make several backward passes of each micro-step.
         how = self._source.interface.steps
@@ -131,19 +131,16 @@ class LoopLook(OwnTrial):
 
 
 class _FirstStep:
-    """Records losses and inputs of a training up to its first update, and ends the process there."""
+    """Records losses and inputs of a training from now on up to its first update, and ends the process there."""
 
     def __init__(self, samples: int, finish: Callable[[FirstStep], NoReturn]) -> None:
         self._samples, self._finish = samples, finish
         self._depth = self._passes = 0
         self._loss = self._batch = 0.0
         self._models: dict[int, torch.nn.Module] = {}
-
-    def install(self) -> None:
-        """Watch this process from now on."""
         modules.register_module_forward_pre_hook(self._begin_call)
         modules.register_module_forward_hook(self._end_call, with_kwargs=True, always_call=True)
-        around(torch.autograd, "backward", self._pass_back)
+        around(torch.autograd, "backward", self._backward)
         register_optimizer_step_pre_hook(self._update)
 
     def _begin_call(self, called: torch.nn.Module, _: Any) -> None:
@@ -161,7 +158,7 @@ class _FirstStep:
             arrays = (array for array in arrays_in((given, named)) if isinstance(array, torch.Tensor))
             self._batch += sum(float(array.detach().double().sum()) for array in arrays)
 
-    def _pass_back(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = args[0] if args else kwargs.get("tensors")
         each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
         self._loss += sum(float(tensor.detach().double().sum()) for tensor in each)

@@ -137,7 +137,9 @@ class RunWatch:
         speed, promise = self.speed(), self.promise
         low, high = promise.low, promise.high
         kept = speed >= low
-        verdict = "as promised" if low <= speed <= high else "more than promised" if kept else "less than promised"
+        verdict = "as promised" if kept else "less than promised"
+        if speed > high:
+            verdict = "more than promised"
         peak = f"; {format_bytes(torch.cuda.max_memory_reserved(self._device))} at the peak" if self.is_on_cuda else ""
         self._say(
             f"{self.steps:,} steps at {format_rate(speed)} samples/s, {verdict} ({format_rate(low)} to "
@@ -266,7 +268,7 @@ class LoopWatch:
         self._watch.catch_up()
 
     def updated(self, optimizer: Any, *_: Any) -> None:
-        """Count a step of the first optimizer that stepped, and classify the data seen in the step."""
+        """Count a step of the first optimizer that stepped; exclude its time where it began away from training."""
         if torch.compiler.is_compiling():
             return
         watch = self._watch
@@ -277,6 +279,18 @@ class LoopWatch:
         if optimizer is not self._optimizer:
             return
         self._steps += 1
+        self._classify_data()
+        if self._is_away:
+            self._is_away = False
+            watch.leave_out()
+            return
+        watch.step_ends()
+        if watch.since - self._judged > _EVERY_SECONDS:
+            self._judged = watch.since
+            watch.judge(self._steps)
+
+    def _classify_data(self) -> None:
+        """Decide by the data that was loaded in this step which data is the training's."""
         if self._steps <= _WARM_STEPS:
             self._in_steps.update(self._met.keys())
             self._data |= self._met
@@ -287,11 +301,3 @@ class LoopWatch:
             # For example, a script may make a new dataset object in each epoch.
             self._data |= self._met
         self._met = {}
-        if self._is_away:
-            self._is_away = False
-            watch.leave_out()
-            return
-        watch.step_ends()
-        if watch.since - self._judged > _EVERY_SECONDS:
-            self._judged = watch.since
-            watch.judge(self._steps)

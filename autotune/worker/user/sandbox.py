@@ -46,7 +46,7 @@ _OF_KERNEL = frozenset({
     "selinuxfs",
 })  # fmt: skip
 _KERNEL_FOLDERS = ("/dev", "/proc", "/sys")
-_SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY = "/dev/shm"
 # Of a folder with more entries than this, which would each be covered, all is read-only but what the user works in.
 _MOST_ENTRIES = 500
 
@@ -228,7 +228,7 @@ class Cover:
 
     def _cover_shared_memory(self) -> None:
         """Cover the folders that somebody made in shared memory. What processes share lies beside them."""
-        with contextlib.suppress(OSError), os.scandir(_SHARED_MEMORY) as entries:
+        with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     self._overlay(entry.path, self._new_root + entry.path)

@@ -20,10 +20,8 @@ from autotune.worker.user.code import UserCodeError, load_function, run_script
 from autotune.worker.user.trainer_fields import BATCH, TrainerFields, generates
 from autotune.worker.wrapping import around, before, lines_above, module_of, users_line
 
-OnTrain = Callable[[Any, Callable[[], Any]], NoReturn]
 
-
-def intercept(on_train: OnTrain) -> None:
+def intercept(on_train: Callable[[Any, Callable[[], Any]], NoReturn]) -> None:
     """Make every ``Trainer.train`` in this process call ``on_train`` with the Trainer and the original ``train``."""
     around(Trainer, "train", lambda train, trainer, *_, **__: on_train(trainer, lambda: train(trainer)))
 
@@ -237,9 +235,9 @@ def _origin() -> tuple[MadeFrom, str | None]:
                 return "file", os.path.basename(os.fsdecode(given)) if given else ""
     if (place := users_line(lines)) is None:
         return "flags", None
-    files = [path for word in sys.argv[1:] if os.path.isfile(path := word.rpartition("=")[2])]
-    named = [os.path.basename(path) for path in files if path.endswith((".yaml", ".yml", ".json", ".toml"))]
-    return ("file", named[0]) if len(named) == 1 else ("code", place)
+    values = [word.rpartition("=")[2] for word in sys.argv[1:]]
+    files = [path for path in values if path.endswith((".yaml", ".yml", ".json", ".toml")) and os.path.isfile(path)]
+    return ("file", os.path.basename(files[0])) if len(files) == 1 else ("code", place)
 
 
 def own_batch(arguments: Any) -> tuple[int, int]:

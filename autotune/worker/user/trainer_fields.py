@@ -159,8 +159,9 @@ def _merged_settings(said: Any, value: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings together with those that the code gives: a dictionary, JSON, the path of a file, or an object."""
     if isinstance(said, str):
         said = json.loads(said if said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8"))
-    own = said if isinstance(said, Mapping) else said.to_dict() if said is not None else {}
-    return {**own, **value}
+    if said is None:
+        return dict(value)
+    return {**(said if isinstance(said, Mapping) else said.to_dict()), **value}
 
 
 def has_value(found: Any, asked: Any) -> bool:

@@ -62,21 +62,22 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     if ranks.count > 1:
         _inspect_on_ranks(untraced, finish, ranks)
 
-    def describe(**options: Any) -> _RunResult:
+    def run_once(**options: Any) -> _RunResult:
         return in_fork(_RunResult, lambda send: _Inspection(untraced, send, **options).describe())
 
     began = time.monotonic()
     tracing = _begin_tracing(code)
-    inspected = describe()
+    inspected = run_once()
     if inspected.may_have_collided and tracing is not None:
+        # One run after the other.
         tracing.end()
         tracing = None
-        inspected = describe()
+        inspected = run_once()
         if inspected.answer.problem is None:
             tracing = _begin_tracing(code)
     if inspected.failed_probing:
         # The probing batch may have caused the error. Run again with the user's own batch.
-        again = describe(is_probing=False)
+        again = run_once(is_probing=False)
         inspected = inspected if again.answer.problem is not None else again
     inspection = inspected.answer.inspection
     model = None if inspection is None else inspection.model

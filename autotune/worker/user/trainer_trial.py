@@ -26,13 +26,7 @@ from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.samples import SpreadSampler, can_spread
-from autotune.worker.user.trainer_code import (
-    TrialFields,
-    ignored_message,
-    intercept,
-    own_batch,
-    run_source,
-)
+from autotune.worker.user.trainer_code import TrialFields, ignored_message, intercept, own_batch, run_source
 from autotune.worker.user.trainer_fields import difference_from_candidate, generates
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.

@@ -210,12 +210,9 @@ class FabricOverlay(Overlay):
         wanted = {} if changes.precision is None else {"precision": LIGHTNING[changes.precision]}
         quiet: dict[str, Any] = {}
         if observer is not None:
-            quiet = {
-                "devices": 1,
-                "num_nodes": 1,
-                "loggers": None,
-                **({"accelerator": "cpu"} if observer.on_cpu else {}),
-            }
+            quiet = {"devices": 1, "num_nodes": 1, "loggers": None}
+            if observer.on_cpu:
+                quiet["accelerator"] = "cpu"
             silence(kind, "save", "log", "log_dict")
             self._give_batches((module._FabricDataLoader,))
 
