@@ -31,10 +31,8 @@ def is_checkpointing(model: Any) -> bool:
     """Return whether any part of a model uses gradient checkpointing."""
     for part in checkpointing_parts(model):
         # Newer versions of transformers warn of the second name.
-        is_on = getattr(part, "is_activation_checkpointing", None)
-        if is_on is None:
-            is_on = getattr(part, "is_gradient_checkpointing", False)
-        if is_on:
+        is_new = hasattr(part, "is_activation_checkpointing")
+        if getattr(part, "is_activation_checkpointing" if is_new else "is_gradient_checkpointing", False):
             return True
     return False
 

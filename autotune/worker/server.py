@@ -66,13 +66,7 @@ from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.failures import chain_of, first_line, package_of
-from autotune.worker.imports import (
-    COLD_VARIABLE,
-    CudaStartedError,
-    import_compiler,
-    import_everything,
-    import_model,
-)
+from autotune.worker.imports import COLD_VARIABLE, CudaStartedError, import_compiler, import_everything, import_model
 from autotune.worker.rendezvous import Ranks, open_store, rank_variables
 from autotune.worker.user.protection import Room, protect, take_kept
 

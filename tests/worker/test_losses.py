@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from server_client import ServerClient
+from test_settling import Scaling
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
@@ -37,34 +38,23 @@ def test_the_last_loss_counts(losses: list[float], problem: str | None) -> None:
 
 
 def test_updates_that_the_scaler_left_out_are_counted() -> None:
-    """A real scaler over a real optimizer, two of three gradients infinite."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-    for factor in (float("inf"), 1.0, float("inf")):
-        optimizer.zero_grad()
-        scaler.scale((weight * factor).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert skipped_steps(scaler, 3) == 2
+    scaling = Scaling()
+    for overflows in (True, False, True):
+        scaling.step(overflows)
+    assert skipped_steps(scaling.scaler, 3) == 2
     assert skipped_steps(None, 3) == 0
     assert skipped_steps(torch.amp.GradScaler("cpu", enabled=False), 3) == 0
 
 
 def test_how_many_were_left_out_is_not_known_once_the_scale_has_grown() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = torch.amp.GradScaler("cpu", growth_interval=4)
-    found = []
+    scaling, found = Scaling(), []
+    scaling.scaler = torch.amp.GradScaler("cpu", growth_interval=4)
     for step in range(1, 7):
-        optimizer.zero_grad()
-        scaler.scale((weight * (float("inf") if step == 2 else 1.0)).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        found.append(skipped_steps(scaler, step))
+        scaling.step(overflows=step == 2)
+        found.append(skipped_steps(scaling.scaler, step))
     # After four good ones, the scale is what it was.
     assert found == [0, 1, 1, None, None, None]
-    assert scaler.get_scale() == 2.0**16
+    assert scaling.scaler.get_scale() == 2.0**16
 
 
 class DeepSpeedOptimizerWrapper:

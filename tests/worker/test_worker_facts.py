@@ -11,16 +11,22 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
+import accelerate.utils.fsdp_utils
 import pytest
+import torch
 import warm
 from server_client import ServerClient
 from tiny import ONE_OF_EACH_TASK, attention_of_task, tiny_workload
 
 from autotune.core.dataset_spec import DataSpec
+from autotune.core.device import CAPABILITY_VARIABLE
 from autotune.core.workload import Task
 from autotune.models import catalog
+from autotune.worker import imports
+from autotune.worker.facts import _model_facts
 
 
 @pytest.mark.parametrize(
@@ -67,11 +73,6 @@ def test_a_model_that_cannot_be_built_is_told(
 
 def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """As bitsandbytes does, which transformers imports by way of peft."""
-    import torch
-
-    from autotune.core.device import CAPABILITY_VARIABLE
-    from autotune.worker import imports
-
     monkeypatch.setenv(CAPABILITY_VARIABLE, "8.6")
     before = torch.cuda.get_device_capability
     with imports._cuda_not_started():
@@ -84,13 +85,6 @@ def test_asking_for_the_capability_on_import_does_not_start_cuda(monkeypatch: py
 
 def test_what_an_import_keeps_of_the_answers_is_real_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """``torch._dynamo`` keeps the functions, caches keep what they gave; torchao's optimizers compile with both."""
-    import types
-
-    import torch
-
-    from autotune.core.device import CAPABILITY_VARIABLE
-    from autotune.worker import imports
-
     real = types.SimpleNamespace(major=8, minor=6, multi_processor_count=82)
     monkeypatch.setenv(CAPABILITY_VARIABLE, "8.6")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: real)
@@ -103,10 +97,6 @@ def test_what_an_import_keeps_of_the_answers_is_real_afterwards(monkeypatch: pyt
 
 
 def test_an_accelerate_without_fsdp2_is_the_reason_for_no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    import accelerate.utils.fsdp_utils
-
-    from autotune.worker.facts import _model_facts
-
     monkeypatch.delattr(accelerate.utils.fsdp_utils, "fsdp2_prepare_model", raising=False)
     facts = _model_facts(tiny_workload("bert-tiny"), 1)
     assert facts.layer_classes == ()
@@ -133,11 +123,9 @@ def test_the_server_imports_what_the_workload_needs(own_data: bool, imported: bo
 
 
 def test_what_is_hidden_is_there_again_unless_it_is_hidden_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autotune.worker.imports import _without
-
     for name in ("colorsys", "wave"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with _without(("colorsys",), ("wave",)):
+    with imports._without(("colorsys",), ("wave",)):
         assert importlib.util.find_spec("colorsys") is None
         assert importlib.util.find_spec("wave") is None
     assert importlib.util.find_spec("colorsys") is not None

@@ -28,8 +28,7 @@ def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, us
     if asked is not None:
         if asked not in names:
             raise InvalidRequestError(
-                f"--dataset {spec.label} has no column {asked!r}",
-                f"it has {', '.join(names)}; name one with {option}",
+                f"--dataset {spec.label} has no column {asked!r}", f"it has {', '.join(names)}; name one with {option}"
             )
         return asked
     found: str | None = next((name for name in usual if name in names), None)
@@ -77,10 +76,7 @@ def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> No
     kind = column.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type):
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: the column {name!r} holds no token lists, but {kind}",
-            hint,
-        )
+        raise InvalidRequestError(f"--dataset {spec.label}: the column {name!r} holds no token lists, but {kind}", hint)
     if column.null_count or arrow.list_flatten(column).null_count:
         raise InvalidRequestError(
             f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"

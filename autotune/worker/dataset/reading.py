@@ -140,7 +140,10 @@ class _Reading:
         if not self._spec.packing:
             np.save(self._folder / LENGTHS_FILE, lengths)
             return DataFacts(len(lengths), num_labels, described, without_text=self._without_text)
-        # Which row each sample is packed in, and the tokens of each row.
+        return self._pack(lengths, described)
+
+    def _pack(self, lengths: Any, described: Lengths) -> DataFacts:
+        """Save which row each sample is packed in, and the tokens of each row; return the facts of the rows."""
         of_sample = np.empty(len(lengths), dtype=np.int64)
         packed = best_fit(lengths.tolist(), self._workload.seq_len)
         for number, row in enumerate(packed):

@@ -143,9 +143,7 @@ class CachingAllocator:
 
 
 def replay(
-    events: Iterable[tuple[int, int]],
-    cap_bytes: int | None = None,
-    stream_of: Callable[[int], int] | None = None,
+    events: Iterable[tuple[int, int]], cap_bytes: int | None = None, stream_of: Callable[[int], int] | None = None
 ) -> CachingAllocator:
     """Simulate allocations and releases in order. Raises ``OutOfCapError`` where the cap is exceeded.
 

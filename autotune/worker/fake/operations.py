@@ -35,13 +35,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {
         "_native_batch_norm_legit",
         "_fused_rms_norm",
     ),
-    "softmax": (
-        "_softmax",
-        "_safe_softmax",
-        "_log_softmax",
-        "nll_loss",
-        "nll_loss2d",
-    ),
+    "softmax": ("_softmax", "_safe_softmax", "_log_softmax", "nll_loss", "nll_loss2d"),
     "reduction": (
         *("sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "any", "all", "prod", "norm"),
         *("linalg_vector_norm", "cumsum", "cumprod", "argmax", "argmin", "logsumexp", "count_nonzero"),

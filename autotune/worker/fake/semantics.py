@@ -54,8 +54,7 @@ def _cast_to_float32(operation: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_cpu_autocast():
             return operation(
-                *(_to_float32(a) for a in args),
-                **{name: _to_float32(value) for name, value in kwargs.items()},
+                *(_to_float32(a) for a in args), **{name: _to_float32(value) for name, value in kwargs.items()}
             )
 
     return kernel

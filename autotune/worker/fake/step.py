@@ -128,8 +128,7 @@ def tracing(
     model: torch.nn.Module, chip: Chip, operations: OperationTally | None, *, padded: bool
 ) -> Iterator[StorageTracer]:
     """Record allocations within the block, with the model's parameters replaced by fake tensors."""
-    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations)
-    tracer.has_padding = padded
+    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations, has_padding=padded)
     with fake_tensor_mode(), _no_garbage_collection(), _noting_pieces(tracer), tracer:
 
         def weight(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,8 +335,8 @@ class FakeTraining:
 
     def _zero_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
         """Return the allocations of a step of one or two micro-steps on one rank of DeepSpeed."""
-        tracer = StorageTracer((self._chip.workspace_bytes, _LT_WORKSPACE_BYTES))
-        tracer.has_padding = self._workload.padding > 0
+        workspaces = self._chip.workspace_bytes, _LT_WORKSPACE_BYTES
+        tracer = StorageTracer(workspaces, None, has_padding=self._workload.padding > 0)
         dtype = compute_dtype(self._arm)
         rank = ZeroRank(model, self._arm, tracer)
         with fake_tensor_mode(), _no_garbage_collection():

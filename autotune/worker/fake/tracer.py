@@ -234,16 +234,16 @@ class Trace:
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records each storage as allocated when an operation first returns it, and as freed when nothing refers to it."""
 
-    def __init__(self, workspace_bytes: tuple[int, int] = (0, 0), operations: OperationTally | None = None) -> None:
+    def __init__(
+        self, workspace_bytes: tuple[int, int], operations: OperationTally | None, *, has_padding: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._workspace_bytes = workspace_bytes
         self._kept: set[tuple[bool, int]] = set()
         self.phase = "activations"
         """The label of new allocations."""
-        self.knows_streams = False
-        """Whether allocations in different streams are told apart."""
-        self.has_padding = False
+        self._has_padding = has_padding
         """Whether samples are padded, so that masks have false elements."""
         self.logits = 0
         """Number of logits that a fused loss is about to compute in pieces; 0 outside of it."""
@@ -253,6 +253,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._references: dict[int, weakref.ref[Any]] = {}
         self._streams: dict[int, int] = {}
+        """Numbers of CUDA streams; empty where allocations in different streams are not told apart."""
         self._gradients: dict[int, list[int]] = {}
         """Allocations that became a parameter's gradient, by the index of the event that followed."""
         self.operations = operations
@@ -282,7 +283,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.operations.add(func, args, out, key)
         if func is _ALL:
             # Called on masks that transformers fills with ones where the batch has none, and then drops.
-            self._true[out] = not self.has_padding
+            self._true[out] = not self._has_padding
         if func is _ADD and _accumulates_in_place(args):
             # The result takes over the allocation of its first operand, as after an addition in place.
             held = self._known.pop(args[0].untyped_storage(), None)  # type: ignore[no-untyped-call]
@@ -385,7 +386,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.trace.labels[self._number] = label
         if self.logits:
             self.trace.pieces[self._number] = self.logits
-        if self.knows_streams and (stream := self._stream()):
+        if self._streams and (stream := self._stream()):
             self.trace.streams[self._number] = stream
             if label == "activations":
                 self.trace.labels[self._number] = "communication"
@@ -427,7 +428,6 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Replaces a function of torch for the rest of this process.
         """
-        self.knows_streams = True
         # The default stream gets number 0.
         self._stream()
         on_resize(self._resized)

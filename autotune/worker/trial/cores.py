@@ -16,7 +16,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import psutil
 import torch
 
 from autotune.devices.cores import core_for, usable_core_numbers
@@ -71,6 +70,9 @@ def _allow(cores: Collection[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+
+
 class CoreWait:
     """Adds up, over the measured steps, the time in which threads of this process were ready and had no core.
 
@@ -88,7 +90,7 @@ class CoreWait:
     def read(self) -> None:
         """Read the scheduler's statistics before a measured step."""
         if self._others_before is None:
-            self._others_before, self._throttled_before = _seconds_of_others(), _throttling_line()
+            self._others_before, self._throttled_before = _seconds_of_others(), _throttled()
         self._before = _waited(), perf_counter()
 
     def add(self) -> None:
@@ -105,12 +107,7 @@ class CoreWait:
         does not provide it, and where a CPU limit of the container stopped this process.
         """
         after = _seconds_of_others()
-        if (
-            after is None
-            or self._others_before is None
-            or not self._seconds
-            or _throttling_line() != self._throttled_before
-        ):
+        if after is None or self._others_before is None or not self._seconds or _throttled() != self._throttled_before:
             return None
         longest = max(self._waited.values(), default=0) / 1e9
         return min(1.0, longest / self._seconds, max(0.0, after - self._others_before) / self._seconds)
@@ -131,20 +128,23 @@ def _waited() -> Counter[str]:
 def _seconds_of_others() -> float | None:
     """Return the CPU seconds of all processes outside of this one's process group; ``None`` where unknown."""
     try:
-        busy = psutil.cpu_times()
-        seconds = busy.user + busy.nice + busy.system + busy.irq + busy.softirq
-    except (OSError, AttributeError):
+        busy = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    except (OSError, ValueError):
         return None
-    for pid in psutil.pids():
-        # A process may have ended meanwhile.
-        with contextlib.suppress(OSError, psutil.Error):
-            if os.getpgid(pid) == os.getpgrp():
-                own = psutil.Process(pid).cpu_times()
-                seconds -= own.user + own.system + own.children_user + own.children_system
-    return float(seconds)
+    # user, nice, system, irq, softirq (proc(5)).
+    ticks = sum(busy[place] for place in (0, 1, 2, 5, 6))
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == os.getpgrp():
+            # User and system time, with those of its children that have ended.
+            ticks -= sum(map(int, fields[11:15]))
+    return ticks / _TICKS_A_SECOND
 
 
-def _throttling_line() -> str | None:
+def _throttled() -> str | None:
     """Return the ``nr_throttled`` line of this container's CPU statistics, which changes when its CPU limit stops it.
 
     ``None`` where there is none.

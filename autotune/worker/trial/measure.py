@@ -180,8 +180,6 @@ class StepTimer(StepListener):
         self._warmup: list[_Step] = []
         self._timed: list[_Step] = []
         self._marks: list[Any] = []
-        self._wait_seconds: float | None = None
-        """Seconds that the step that ends waited for batches after its first; ``None`` where all came before it."""
         self._saving_seconds = 0.0
         self._previous_end = 0.0
         self._begin = 0.0
@@ -234,7 +232,6 @@ class StepTimer(StepListener):
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
         """Record the step, and stop the training once enough was measured."""
         self._marks += marks
-        self._wait_seconds = wait_seconds
         if self._free.is_under_way and self.pending is not None:
             self._end_free(self.pending, marks[1])
             return
@@ -243,7 +240,7 @@ class StepTimer(StepListener):
         if self.pending is not None:
             self._end_profiled(self.pending)
             return
-        step = self._timed_step(end)
+        step = self._timed_step(end, wait_seconds)
         self._previous_end = end
         seen = self.checks.step_ends(len(self._marks) - 2)
         step.real_tokens = seen.tokens
@@ -429,7 +426,7 @@ class StepTimer(StepListener):
             self._free.drops()
             self._finish_free(self.pending)
 
-    def _timed_step(self, end: float) -> _Step:
+    def _timed_step(self, end: float, wait_seconds: float | None) -> _Step:
         """Return the times of the step that ended at ``end``, and clear what was recorded of it."""
         marks, between = self._marks, self._meter.seconds_between
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
@@ -443,8 +440,8 @@ class StepTimer(StepListener):
         self._saving_seconds = 0.0
         new_shapes, tokens = self._end_batches()
         micro_seconds = between(marks[first], marks[last]) / (last - first) if len(marks) > 4 else 0.0
-        if self._wait_seconds is not None:
-            data_seconds += self._wait_seconds
+        if wait_seconds is not None:
+            data_seconds += wait_seconds
             # The time between two marks includes the wait for a batch, which may be shorter than the mean wait.
             micro_seconds = max(0.0, micro_seconds - data_seconds / max(1, len(marks) - 2))
         return _Step(
@@ -516,8 +513,6 @@ class StepTimer(StepListener):
         seconds, spread = estimate.step
         whole = tuple(step.seconds for step in without_new(self._whole_steps()))
         peaks = self._largest_peaks(self._meter.peaks())
-        joules_per_sample = self._joules_per_sample(seconds)
-        ranks = self._ranks.count
         run = micro_steps_to_run(self._candidate, self._effort)
         average = statistics.median if self._schedule is None else statistics.fmean
         data = average([step.data_seconds for step in self._timed])
@@ -547,7 +542,7 @@ class StepTimer(StepListener):
             allocation_retries=self._largest_if_all_know(self._meter.allocation_retries()),
             skipped_steps=self._scaler.skipped,
             tokens_per_sample=self._tokens_per_sample(),
-            joules_per_sample=joules_per_sample,
+            joules_per_sample=self._joules_per_sample(seconds),
             # The extra time of the warm-up steps over as many median timed steps.
             compile_seconds=max(0.0, sum(step.seconds - usual for step in self._warmup)) if compiles(arm) else None,
             steady_step_seconds=estimate.steady_seconds,
@@ -568,8 +563,8 @@ class StepTimer(StepListener):
             evaluates_every=self._evaluations.every,
             growth_bytes=self._largest_known(growth_of(self._held, self._meter.fewest_growing_steps)),
             saving_seconds=statistics.median_low(one.saving_seconds for one in [*self._warmup, *self._timed]) or None,
-            ranks=ranks,
-            micro_step_seconds=statistics.median(micro) if micro and ranks > 1 else None,
+            ranks=self._ranks.count,
+            micro_step_seconds=statistics.median(micro) if micro and self._ranks.count > 1 else None,
         )
 
     def _tokens_per_sample(self) -> float | None:

@@ -278,12 +278,7 @@ class Trial:
         def refuse(found: NotTrainedError) -> NoReturn:
             raise found
 
-        return StepChecks(
-            "the Trainer",
-            self._candidate.per_device_train_batch_size,
-            refuse,
-            until_timed=True,
-        )
+        return StepChecks("the Trainer", self._candidate.per_device_train_batch_size, refuse, until_timed=True)
 
     def _train(self, output_dir: str) -> Completed | OutOfMemory | Failed:
         """Build model and ``Trainer``, train until enough is measured, and return the outcome."""
@@ -477,10 +472,7 @@ class Trial:
                 return Failed(error.reason, str(error), during=during)
             peaks = self._meter.peaks()
             return OutOfMemory(
-                str(error),
-                during=during,
-                peak_allocated_bytes=peaks.allocated,
-                peak_reserved_bytes=peaks.reserved,
+                str(error), during=during, peak_allocated_bytes=peaks.allocated, peak_reserved_bytes=peaks.reserved
             )
         meter = self._meter if self._is_open else None
         return failure_of(error, meter, during, self._cap_bytes, on_cpu=self._device_kind == "cpu")

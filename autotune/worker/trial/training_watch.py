@@ -210,14 +210,16 @@ class TrainingWatch:
 
         For loops that subtract gradients themselves, such as PyTorch's example of a word language model.
         """
-        by_hand: list[Any] = []
+        stand_in: Any = None
 
         def watched(zero_grad: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal stand_in
             if not self._has_optimizer and self._has_passed:
-                by_hand[:] = by_hand or [SimpleNamespace(param_groups=[{"params": list(model.parameters())}])]
+                if stand_in is None:
+                    stand_in = SimpleNamespace(param_groups=[{"params": list(model.parameters())}])
                 if self.listener is not None:
-                    self.listener.optimizer_begins(by_hand[0])
-                self._end_update(by_hand[0])
+                    self.listener.optimizer_begins(stand_in)
+                self._end_update(stand_in)
             return zero_grad(model, *args, **kwargs)
 
         self._replace(torch.nn.Module, "zero_grad", watched)
