@@ -1,8 +1,8 @@
 """Drive a search by Optuna: a study in memory is asked what to run, and told how it ended.
 
-What the plan has next is put in the study's queue, which comes before its sampler. Where one of Optuna's own samplers
-was chosen, the plan has what is due, such as the baseline and what is measured again, and that sampler draws all else.
-Candidates are mapped to Optuna's parameters and back. Records are in autotune's tables alone.
+Its sampler proposes what the plan has next. Where one of Optuna's own samplers was chosen, the plan has what is due,
+such as the baseline and what is measured again, and that sampler draws all else. Candidates are mapped to Optuna's
+parameters and back. Records are in autotune's tables alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import OPTUNA_SAMPLERS, SamplerName
@@ -29,6 +29,45 @@ from autotune.tuning.plan import DRAW, Plan, Step
 from autotune.tuning.prepare import Prepared
 
 
+class PlanSampler(BaseSampler):
+    """Proposes the next step of a plan; what the plan leaves open is drawn by another sampler."""
+
+    def __init__(self, names: dict[str, BaseDistribution], other: BaseSampler) -> None:
+        """Take the parameters' distributions, and the sampler that draws where the plan proposes nothing."""
+        self._names, self._other = names, other
+        self.next: Candidate | None = None
+        """What the plan has next; ``None`` where it is to be drawn."""
+
+    def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """See ``BaseSampler``."""
+        return self._names if self.next is not None else self._other.infer_relative_search_space(study, trial)
+
+    def sample_relative(
+        self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """See ``BaseSampler``."""
+        if self.next is not None:
+            params = params_of(self.next, self._names)
+            # A value that the study does not know is left to be drawn; the trial is then reported as failed.
+            kinds = {name: kind for name, kind in self._names.items() if isinstance(kind, CategoricalDistribution)}
+            return {name: each for name, each in params.items() if name not in kinds or each in kinds[name].choices}
+        return self._other.sample_relative(study, trial, search_space)
+
+    def sample_independent(
+        self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
+    ) -> Any:
+        """See ``BaseSampler``."""
+        return self._other.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """See ``BaseSampler``."""
+        self._other.before_trial(study, trial)
+
+    def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
+        """See ``BaseSampler``."""
+        self._other.after_trial(study, trial, state, values)
+
+
 class OptunaStudy:
     """The study of one search, which is asked for every trial and told how it ended."""
 
@@ -40,11 +79,12 @@ class OptunaStudy:
         self._objective, self._ceiling = request.objective, prepared.ceiling
         self._names = distributions(prepared.space, prepared.baseline, request.sampler)
         # Samplers are not stored, so a resumed search needs another seed. For autotune's own sampler none is used.
-        sampler: BaseSampler = optuna.samplers.RandomSampler(seed=seed)
+        other: BaseSampler = optuna.samplers.RandomSampler(seed=seed)
         if request.sampler == "tpe":
             # Where trials run at the same time, it avoids the candidates of those that run.
-            sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
-        self._study = optuna.create_study(direction="maximize", sampler=sampler)
+            other = optuna.samplers.TPESampler(seed=seed, constant_liar=is_parallel)
+        self._sampler = PlanSampler(self._names, other)
+        self._study = optuna.create_study(direction="maximize", sampler=self._sampler)
 
     def ask(self) -> tuple[Step, optuna.Trial] | None:
         """Return the next step with its Optuna trial; ``None`` where the plan has none now.
@@ -53,9 +93,10 @@ class OptunaStudy:
         then not run.
         """
         while (step := self._plan.next()) is not None:
-            if step != DRAW:
-                return step, self._ask_for(step.candidate)
+            self._sampler.next = step.candidate if step != DRAW else None
             trial = self._study.ask(self._names)
+            if step != DRAW:
+                return step, trial
             candidate = candidate_of(trial.params, self._space)
             refusal = Judge(self._space, self._plan.history).refusal(candidate)
             self._plan.drawn(is_refused=refusal is not None)
@@ -65,16 +106,6 @@ class OptunaStudy:
             excess = over_line_gib(known, self._ceiling) if known is not None else None
             self._report(trial, TrialState.PRUNED, None, excess)
         return None
-
-    def _ask_for(self, candidate: Candidate) -> optuna.Trial:
-        """Return a new Optuna trial with a candidate's parameters.
-
-        A value that the study does not know is left to be drawn; ``tell`` then reports the trial as failed.
-        """
-        values = params_of(candidate, self._names)
-        known = {name: value for name, value in values.items() if _has_value(self._names[name], value)}
-        self._study.enqueue_trial(known)
-        return self._study.ask(self._names)
 
     def tell(self, trial: optuna.Trial, candidate: Candidate, outcome: Outcome) -> None:
         """Report a trial's outcome to Optuna. A candidate outside of Optuna's parameters is reported as failed."""
@@ -92,7 +123,8 @@ class OptunaStudy:
     def know(self, trials: Iterable[tuple[Candidate, Outcome]]) -> None:
         """Report trials from before this search to Optuna, in a continued study."""
         for candidate, outcome in trials:
-            self.tell(self._ask_for(candidate), candidate, outcome)
+            self._sampler.next = candidate
+            self.tell(self._study.ask(self._names), candidate, outcome)
 
 
 # Optuna's samplers draw free batches up to this; nearly all larger ones would be out of memory.
@@ -125,14 +157,6 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         "per_device_train_batch_size": batch,
         **{name: CategoricalDistribution(_values(arms, name)) for name in _searched(arms)},
     }
-
-
-def _has_value(distribution: BaseDistribution, value: Any) -> bool:
-    """Return whether a parameter may have a value."""
-    if isinstance(distribution, IntDistribution):
-        return value in range(distribution.low, distribution.high + 1, distribution.step)
-    assert isinstance(distribution, CategoricalDistribution)
-    return value in distribution.choices
 
 
 def _values(arms: tuple[Arm, ...], name: str) -> list[Any]:
