@@ -90,9 +90,9 @@ def advise(
 ) -> None:
     """Compare GPUs for a training job: what fits, how fast it is, hours and cost. Nothing is run on a GPU.
 
-    Speeds are predicted from specified rates, or known from the studies in --storage: measured on that GPU, or scaled
-    by a measurement on another. GPUs whose intervals overlap share a rank. Prices are your own; without any there are a
-    dozen dated examples. Nothing is fetched.
+    Speeds are predicted from the peak rates of data sheets. With studies in --storage they are measured speeds of that
+    GPU, or predictions scaled by a measurement on another. GPUs whose intervals overlap share a rank. Give your own
+    prices with --price; otherwise example prices of a dozen GPUs are used, each with its date. Nothing is fetched.
 
     \b
       autotune advise --model gpt2-medium --effective-batch 64 --samples 1e6
