@@ -51,6 +51,8 @@ def verify(
 
     A fresh process without autotune's instruments runs the steps, with one evaluation and one checkpoint
     between them (in a temporary folder); their memory is reported apart, their time is left out.
+
+    With --same-loss, loss and gradients of a single step of the winner are compared with those of the baseline.
     """
     if server is not None:
         from autotune.cli.remote import verify_remotely

@@ -234,18 +234,21 @@ class RunnerUp:
     """Half the 95 % interval of the ratio's logarithm."""
     is_told_apart: bool
     """Whether the interval leaves out 1."""
-    preferred: str
+    preference: str
     """Why the best is preferred, where this was measured to be faster; empty where it was not."""
 
     def describe(self) -> str:
-        """Return the comparison in words: ``1.04 ± 0.02 × the next fastest (64 × 1 bf16)``."""
+        """Return the comparison in words: ``1.04 ± 0.02 × the next fastest (64 × 1 bf16)``.
+
+        Where the two cannot be told apart, ``: not distinguishable`` follows, and why the best is preferred.
+        """
         factor, other = math.exp(self.log_half_width), f"the next fastest ({self.candidate.describe()})"
         words = f"{self.ratio:.2f} ± {self.ratio * self.log_half_width:.2f} × {other}"
         if is_lopsided(1, 1 / factor, factor):
             words = f"{self.ratio:.2f} × {other}, give or take {format_deviation(self.log_half_width)}"
         if self.is_told_apart:
             return words
-        return f"{words}: not distinguishable" + (f", and {self.preferred}" if self.preferred else "")
+        return f"{words}: not distinguishable" + (f", and {self.preference}" if self.preference else "")
 
 
 @dataclass(frozen=True)
@@ -410,7 +413,7 @@ def _runner_up(report: Report, best: Candidate, best_speed: Speed) -> RunnerUp |
     speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
     gain = difference(speed.log_sample_seconds, best_speed.log_sample_seconds)
     half_width = gain.half_width()
-    preferred = ""
+    preference = ""
     if speed.samples_per_second > best_speed.samples_per_second:
-        preferred = "your own settings need no change" if report.is_own_best else "the best is plainer"
-    return RunnerUp(candidate, math.exp(gain.mean), half_width, abs(gain.mean) > half_width, preferred)
+        preference = "your own settings need no change" if report.is_own_best else "the best is plainer"
+    return RunnerUp(candidate, math.exp(gain.mean), half_width, abs(gain.mean) > half_width, preference)

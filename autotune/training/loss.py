@@ -302,7 +302,7 @@ class _FewTokens:
         self._trainer, self._model = trainer, model
         self._layer = without_adapters(model).get_output_embeddings()
         trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
-        # A gradient of all weights would be as large as the model.
+        # Gradients are compared by two parameters, the smallest, since those of all would be as large as the model.
         self._parameters = sorted(trained, key=torch.Tensor.numel)[:2]
         self._scale: float | None = None
 

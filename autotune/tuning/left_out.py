@@ -51,7 +51,7 @@ def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
 
 
 def _strategy(arm: Arm) -> str | None:
-    """Return the strategy of an arm with its ranks in words; ``None`` without a strategy."""
+    """Return an arm's strategy and number of ranks in words, as ``fsdp × 4``; ``None`` without a strategy."""
     if arm.strategy is None:
         return None
     ranks = f" × {arm.groups}" if arm.ranks > 1 else ""

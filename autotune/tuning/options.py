@@ -282,8 +282,8 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
             )
     image_only, text_only = ("image_column",), ("text_column", "tokenizer", "pad_to_max_length", "pad_to_multiple_of",
                                                 "group_by_length", "packing")  # fmt: skip
-    of_both = ("label_column", "group_by_length")
-    foreign = {"image-classification": text_only, "image-text-to-text": of_both}.get(task, image_only)
+    not_for_images_with_text = ("label_column", "group_by_length")
+    foreign = {"image-classification": text_only, "image-text-to-text": not_for_images_with_text}.get(task, image_only)
     for option in foreign:
         if options.get(option):
             raise InvalidRequestError(f"{BY_NAME[option].parameter} does not apply to {task}", "leave it out")
@@ -302,7 +302,8 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
                 )
     columns = options["text_column"] or ()
     if len(columns) > (2 if task == "sequence-classification" else 1):
-        raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", "a pair is the most")
+        most = "give a column or a pair" if task == "sequence-classification" else "give one column"
+        raise InvalidRequestError(f"--text-column {','.join(columns)} is too many for {task}", most)
 
 
 def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int) -> Workload | None:

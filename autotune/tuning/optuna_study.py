@@ -90,7 +90,8 @@ class OptunaStudy:
         """Return the next step with its Optuna trial; ``None`` where the plan has none now.
 
         Optuna's own samplers know neither memory nor earlier trials. The judge may refuse their candidates, which are
-        then not run.
+        then not run, but reported as pruned, with the GiB by which they exceed the memory. So is a combination of
+        parameters that is no candidate.
         """
         while (step := self._plan.next()) is not None:
             self._sampler.next = step.candidate if step != DRAW else None

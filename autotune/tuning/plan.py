@@ -326,7 +326,7 @@ class Plan:
         self._proposed, self._proposed_levers = {}, {}
 
     def _known_by_now(self) -> Known:
-        """Return a key of what decisions depend on."""
+        """Return a key that is the same as long as nothing changed that the next step depends on."""
         memory = self.history.memory
         version = memory.version if memory is not None else 0
         return len(self.history.tried), version, frozenset(self.pending)

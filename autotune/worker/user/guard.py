@@ -224,7 +224,7 @@ def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
 
 
 def _advice_for(words: Sequence[str]) -> str:
-    """Return advice to give, in place of the script, the command that it starts with these words."""
+    """Return the advice for a script that starts ``words`` as another process: give autotune that command instead."""
     from autotune.core.errors import InvalidRequestError
     from autotune.core.launch_command import without_launchers
 
@@ -235,12 +235,12 @@ def _advice_for(words: Sequence[str]) -> str:
     left = left[1:] if left and Path(left[0]).name.startswith("python") else left
     if not left or left[0] == "-c":
         return "give a command that trains in its own process: -- python train.py …"
-    own_output = os.environ.get(REDIRECTED_VARIABLE)
-    for place, word in enumerate(left if own_output is not None else ()):
-        # The trial has put a folder of its own there.
+    users_output = os.environ.get(REDIRECTED_VARIABLE)
+    for place, word in enumerate(left if users_output is not None else ()):
+        # The trial has set its own output folder: the advice names the user's folder again.
         option, equals, _ = word.partition("=")
         if option in OUTPUT_OPTIONS and equals:
-            left[place] = f"{option}={own_output}"
+            left[place] = f"{option}={users_output}"
         elif option in OUTPUT_OPTIONS:
-            left[place + 1 : place + 2] = [str(own_output)]
+            left[place + 1 : place + 2] = [str(users_output)]
     return f"give what it starts: -- python {shlex.join(left)}"

@@ -220,9 +220,10 @@ def probe(batch: int, accumulation: int) -> Document:
 
 
 def _origin() -> tuple[MadeFrom, str | None]:
-    """Return where the arguments are created, from the call stack and the command line.
+    """Return where the arguments are created: in flags, a file or code, from the call stack and the command line.
 
-    It is a hint for the user: where to set the result.
+    With it comes the file's name (empty where unknown) or the line of code; ``None`` for flags. Both tell the user
+    where to set the result.
     """
     lines = list(lines_above())
     for frame, _ in lines:
@@ -234,6 +235,7 @@ def _origin() -> tuple[MadeFrom, str | None]:
                 given = frame.f_locals.get("json_file") or frame.f_locals.get("yaml_file")
                 return "file", os.path.basename(os.fsdecode(given)) if given else ""
     if (place := users_line(lines)) is None:
+        # No code of the user calls this: a library's own command does, which takes flags.
         return "flags", None
     values = [word.rpartition("=")[2] for word in sys.argv[1:]]
     files = [path for path in values if path.endswith((".yaml", ".yml", ".json", ".toml")) and os.path.isfile(path)]
