@@ -89,7 +89,8 @@ def test_a_search_imports_no_torch(tmp_path: Path) -> None:
     """Only ``training_arguments`` does. Its trials answer from a formula, and are processes all the same."""
     interpreter = tmp_path / "python"
     stand_in = ROOT / "tests" / "faults" / "stand_in.py"
-    interpreter.write_text(f'#!/bin/sh\nshift 3\nexec "{sys.executable}" "{stand_in}" "$@"\n')
+    path = f'PYTHONPATH="{ROOT / "tests"}:$PYTHONPATH"'
+    interpreter.write_text(f'#!/bin/sh\nshift 3\n{path} exec "{sys.executable}" "{stand_in}" "$@"\n')
     interpreter.chmod(0o755)
     code = f"import os, sys; sys.executable = {str(interpreter)!r}; os.environ['FAULTS_FOLDER'] = {str(tmp_path)!r}"
     ended = run_python(code + SEARCH + "print(*imported, len(found[0].trials))", tmp_path, cold=True)
