@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -175,8 +176,8 @@ class SpreadSampler:
         self._longest = itertools.cycle(longest) if longest else None
         self._longest_steps, self._longest_each = longest_steps, longest_each
         self._shapes = shapes or BatchShapes(settles=0)
-        self._drawn: list[tuple[Sequence[int], int]] = []
-        """Samples of each step that is not known to have ended, or is the latest, and how often it may be run again."""
+        self._drawn: deque[tuple[Sequence[int], int]] = deque()
+        """Samples of each step whose end was not looked at yet, and how often the step may be run again."""
         self._ended = len(self._shapes.ended)
         """Number of ended steps that were looked at."""
         self._endless = self._spread_indices()
@@ -219,7 +220,7 @@ class SpreadSampler:
         Batches are drawn before earlier ones are trained on, so a step ends some steps after it was drawn.
         """
         while self._drawn and self._ended < len(self._shapes.ended):
-            step, times = self._drawn.pop(0)
+            step, times = self._drawn.popleft()
             self._ended += 1
             if self._shapes.ended[self._ended - 1] and times:
                 yield step, times
