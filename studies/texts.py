@@ -7,7 +7,7 @@ For each workload of ``texts_script.py``: the script as an informed user runs it
 padded to the longest), then ``autotune search`` of the same command, then ``autotune run`` of the winner. The training
 is one of three epochs. Speeds are those of its steps 100 to 400, or until enough seconds have passed; then it ends. One
 JSON line a workload and round is appended as soon as it is done. ``--rounds 2`` repeats search and run, so that each
-workload has two promises. ``--try`` takes small models on the CPU. ``CUDA_VISIBLE_DEVICES`` chooses the GPU.
+workload has two promises. ``--promises`` leaves out the informed user's run. ``--try`` takes small models on the CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,16 +99,17 @@ def _speed(done: Document) -> Document | None:
     return json.loads(lines[-1]) if lines else None
 
 
-def measure(name: str, case: Case, folder: Path, seconds: float, rounds: int, steps: int) -> list[Document]:
-    """Return a record for each round."""
+def measure(name: str, case: Case, folder: Path, options: argparse.Namespace) -> Iterator[Document]:
+    """Yield a record for each round, as soon as its run has ended."""
     training = ["--workload", name, "--output_dir", str(folder / "out"), "--save_strategy", "no", "--report_to", "none",
-                "--clock_seconds", str(seconds), "--clock_from", str(steps // 4), "--clock_to", str(steps),
-                "--logging_steps", "50", "--disable_tqdm", "True"]  # fmt: skip
+                "--clock_seconds", str(options.clock_seconds), "--clock_from", str(options.steps // 4), "--clock_to",
+                str(options.steps), "--logging_steps", "50", "--disable_tqdm", "True"]  # fmt: skip
     python = [sys.executable, _SCRIPT, *training]
-    informed = _finish([*python, *case.informed], folder)
-    informed["speed"] = _speed(informed)
-    records = []
-    for number in range(rounds):
+    informed: Document = {"speed": None}
+    if not options.promises:
+        informed = _finish([*python, *case.informed], folder)
+        informed["speed"] = _speed(informed)
+    for number in range(options.rounds):
         tool, study = [sys.executable, "-m", "autotune"], f"{name}-{number}"
         storage = ["--storage", str(folder / "texts.db")]
         # Each search is a first one: nothing is reused, and its compiled code is its own.
@@ -121,9 +122,8 @@ def measure(name: str, case: Case, folder: Path, seconds: float, rounds: int, st
         found = json.loads(search.pop("out") or "null")
         run = _finish([*tool, "run", study, *storage, "--", *python], folder)
         run["speed"] = _speed(run)
-        records.append({"workload": name, "round": number, "informed": informed, "search": search, "run": run,
-                        "found": found, **_summary(informed, search, found, run)})  # fmt: skip
-    return records
+        yield {"workload": name, "round": number, "informed": informed, "search": search, "run": run, "found": found,
+               **_summary(informed, search, found, run)}  # fmt: skip
 
 
 def _summary(informed: Document, search: Document, found: Any, run: Document) -> Document:
@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--rounds", default=1, type=int)
     parser.add_argument("--steps", default=400, type=int)
     parser.add_argument("--clock-seconds", default=30.0, type=float)
+    parser.add_argument("--promises", action="store_true")
     parser.add_argument("--try", dest="tries", action="store_true")
     options = parser.parse_args()
     cases = TRIED if options.tries else CASES
@@ -167,7 +168,7 @@ def main() -> None:
         if options.only and name not in options.only.split(","):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            for record in measure(name, case, Path(folder), options.clock_seconds, options.rounds, options.steps):
+            for record in measure(name, case, Path(folder), options):
                 record |= {"host_seconds": _host_seconds(), "date": time.strftime("%Y-%m-%d")}
                 with options.json.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(record) + "\n")
