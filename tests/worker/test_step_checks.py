@@ -9,6 +9,7 @@ import pytest
 import torch
 from server_client import ServerClient
 from tiny import QUICK
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
@@ -126,6 +127,28 @@ def test_tokens_are_those_that_a_gradient_came_back_from() -> None:
         model(*given, **named)
         model(*given, **named).sum().backward()
         assert watch.take().tokens == found
+    watch.remove()
+
+
+def test_a_step_that_is_not_judged_is_forgotten_without_reading_its_masks() -> None:
+    """Reading waits for the device, which steps that run ahead of it must not."""
+    watch, model = TrainingWatch(), Embeds()
+    checks = StepChecks("train.py", None, lambda found: pytest.fail(str(found)))
+    checks.watch = watch
+    watch.install()
+    tokens, mask = torch.ones(2, 4, dtype=torch.int64), torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    read: list[Any] = []
+
+    class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, function: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+            read.extend([function] if "_local_scalar_dense" in str(function) else ())
+            return function(*given, **(named or {}))
+
+    for end in (checks.step_is_dropped, lambda: checks.step_ends(1)):
+        model(tokens, mask).sum().backward()
+        with Reads():
+            end()
+        assert bool(read) == (end != checks.step_is_dropped)
     watch.remove()
 
 

@@ -166,7 +166,7 @@ class StepChecks:
         """Judge a whole step, and return its counts; they are 0 once the watch is removed."""
         if self.watch.is_removed:
             return StepCounts()
-        seen = self.step_is_dropped()
+        seen = self.watch.take()
         if seen.memory_errors:
             self._refuse(f"{self._name} ran out of memory and caught the error", is_out_of_memory=True)
         if seen.backward_passes < micro_steps:
@@ -186,11 +186,9 @@ class StepChecks:
             self.watch.remove()
         return seen
 
-    def step_is_dropped(self) -> StepCounts:
-        """Take the counts of the step that ends, without judging it; return them."""
-        seen = self.watch.take()
-        self._ran_out = self._ran_out or seen.memory_errors > 0
-        return seen
+    def step_is_dropped(self) -> None:
+        """Forget the counts of the step that ends, without judging it and without waiting for the device."""
+        self._ran_out = self.watch.drop() > 0 or self._ran_out
 
     def has_run_out(self) -> bool:
         """Return whether any call or backward pass so far ran out of memory, even if the error was caught."""

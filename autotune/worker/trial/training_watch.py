@@ -231,7 +231,7 @@ class TrainingWatch:
 
     def begin(self) -> None:
         """Forget the counts, the model, its place and the autocasts around calls from before the training."""
-        self.take()
+        self.drop()
         self.model = self.place = None
         self.called_in.clear()
 
@@ -248,9 +248,15 @@ class TrainingWatch:
             sum(tokens) if tokens else None,
             self._calls_without_gradients,
         )
+        self.drop()
+        return seen
+
+    def drop(self) -> int:
+        """Forget the counts since the last step, without waiting for the device; return their memory errors."""
+        errors = self._memory_errors
         self._reset_counts()
         self._enable_hook()
-        return seen
+        return errors
 
     def begin_timed(self) -> None:
         """Stop looking at gradients and inside backward passes."""
