@@ -42,6 +42,8 @@ _HOST_FRAGMENTS = (
     "std::bad_alloc",
     "unable to allocate",
 )
+# CPython 3.11's words where it has no memory for a frame. An extension that is wrong is told in the same words.
+_HOST_FRAGMENT_NEAR_LIMIT = "error return without exception set"
 # oneDNN's message on a CPU. For unsupported operations it says "could not create a primitive descriptor …" instead.
 _ONEDNN_LINE = "could not create a primitive"
 # Xid errors of the driver, ECC errors and GPUs that fell off the bus, in the words of CUDA (CUDA runtime API,
@@ -77,7 +79,7 @@ def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
     if _is_onednn_error(text):
         return True
     near = fraction_used >= _NEAR_LIMIT
-    return near and any(fragment in text for fragment in _DEVICE_FRAGMENTS_NEAR_LIMIT)
+    return near and any(fragment in text for fragment in (*_DEVICE_FRAGMENTS_NEAR_LIMIT, _HOST_FRAGMENT_NEAR_LIMIT))
 
 
 def _is_onednn_error(text: str) -> bool:
@@ -145,7 +147,8 @@ def classify(
         text = "".join(traceback.format_exception(error))[-20_000:]
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()
-    on_host = isinstance(culprit, MemoryError) or any(fragment in text for fragment in _HOST_FRAGMENTS)
+    fragments = (*_HOST_FRAGMENTS, _HOST_FRAGMENT_NEAR_LIMIT)
+    on_host = isinstance(culprit, MemoryError) or any(fragment in text for fragment in fragments)
     on_host = on_host or _is_onednn_error(text)
     return OutOfMemory(
         first_line(culprit),
