@@ -138,7 +138,8 @@ class Measurement:
     batches_vary: bool = False
     """Whether batches may differ in length, which ``relative_spread`` allows for."""
     worst_batch_tokens: int | None = None
-    """Padded length of the largest batch that the user's data can make. The warm-up steps train on such batches."""
+    """Tokens of a row of the largest batch that the user's data can make, with padding: of a sample, or of all samples
+    of the batch where they come in one row. The warm-up steps train on such batches."""
     worst_batch_step_seconds: float | None = None
     """Time of a step on the largest batches, as it was run."""
     worst_batch_peak_allocated_bytes: int | None = None

@@ -140,7 +140,7 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
         watts = measured.joules_per_sample * measured.samples_per_second
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
         lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
-    lines += _data_lines(measured, report.workload)
+    lines += _data_lines(measured, report.workload, in_one_row=best.candidate.arm.padding_free)
     host_bytes = measured.host_bytes_to_build or 0
     if host_bytes > _MUCH_HOST_BYTES:
         lines.append(f"building the model took up to {format_bytes(host_bytes)} of the host's memory")
@@ -151,14 +151,15 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
     return lines
 
 
-def _data_lines(measured: Measurement, workload: Document) -> list[str]:
+def _data_lines(measured: Measurement, workload: Document, *, in_one_row: bool) -> list[str]:
     """Return lines on the user's own data: memory of the largest batches, and time spent waiting for data."""
     if not workload.get("data") and workload["task"] != "own":
         return []
     lines = []
     if measured.worst_batch_tokens is not None and measured.worst_batch_peak_reserved_bytes is not None:
         seconds = measured.worst_batch_step_seconds
-        at_longest, words = measured.worst_batch_peak_reserved_bytes, f"{measured.worst_batch_tokens} tokens"
+        at_longest, words = measured.worst_batch_peak_reserved_bytes, f"{measured.worst_batch_tokens:,} tokens"
+        words += " in one row" if in_one_row else ""
         lines.append(
             f"{format_bytes(at_longest)} of it after the first steps, on the longest samples ({words}"
             + (f", {format_seconds(seconds)} a step)" if seconds else ")")

@@ -354,9 +354,7 @@ def test_messages_beside_an_export() -> None:
     )  # fmt: skip
     look = Look(("8 × 2 is another training than 16 × 1: it has other gradients",), "--batch-multiple 32 keeps it")
     looked_at = dataclasses.replace(
-        plain,
-        study=dataclasses.replace(plain.study, look=look),
-        trials=(measured(plain, divides_loss=True),),
+        plain, study=dataclasses.replace(plain.study, look=look), trials=(measured(plain, divides_loss=True),)
     )
 
     def of_script(report: Report, **source: Any) -> Export:

@@ -80,6 +80,7 @@ def beside(arm: Arm, rate: float) -> TrialRecord:
 
 MAX_BATCH: dict[str, Any] = {"objective": "max-batch", "effective_batch": None, "baseline": None}
 OWN: dict[str, Any] = {"task": "own", "source": SOURCE}
+WORST: dict[str, Any] = {"worst_batch_tokens": 16_384, "worst_batch_peak_reserved_bytes": 9 * 2**30}
 STUDIES: dict[str, Callable[[], Report]] = {
     "one out of memory": lambda: report(BASELINE, WINNER, OVER),
     "a disturbed baseline: at most": lambda: report(disturbed(BASELINE), WINNER),
@@ -147,6 +148,10 @@ STUDIES: dict[str, Callable[[], Report]] = {
     "waits for data": lambda: waiting(None, 0.3),
     "waits for data, and the host longer": lambda: waiting(0.65, 0.3),
     "waits for data most of the time": lambda: waiting(None, 0.6),
+    "the longest samples in one row": lambda: of(
+        report(BASELINE, dataclasses.replace(winner(**WORST), candidate=Candidate(Arm(padding_free=True), 32, 2))),
+        data={"facts": None},
+    ),
     "computes": lambda: waiting(0.95, 0.03),
     "very short steps of one's own": lambda: of(report(BASELINE, winner(60_000.0)), task="own"),
     "very short steps of a model by name": lambda: report(BASELINE, winner(60_000.0)),

@@ -8,20 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reported import (
-    BASELINE,
-    BF16,
-    CEILING,
-    ENVIRONMENT,
-    FP16,
-    FP32,
-    OVER,
-    WINNER,
-    WORKLOAD,
-    completed,
-    report,
-    trial,
-)
+from reported import BASELINE, BF16, CEILING, ENVIRONMENT, FP16, FP32, OVER, WINNER, WORKLOAD, completed, report, trial
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, TooNoisyError, UnknownStudyError

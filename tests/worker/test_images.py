@@ -29,11 +29,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("model", "side", "tokens"),
-    [
-        ("Qwen2.5-VL-3B-Instruct", 448, 256),
-        ("Qwen2.5-VL-3B-Instruct", 28, 1),
-        ("SmolVLM-256M-Instruct", 512, 64),
-    ],
+    [("Qwen2.5-VL-3B-Instruct", 448, 256), ("Qwen2.5-VL-3B-Instruct", 28, 1), ("SmolVLM-256M-Instruct", 512, 64)],
 )
 def test_tokens_of_an_image(model: str, side: int, tokens: int) -> None:
     assert tokens_of_image(config_of(model), side) == tokens

@@ -67,12 +67,7 @@ class Drive:
             self.step(data=data, micro=micro, optimizer=optimizer, extra=more)
 
     def step(
-        self,
-        *,
-        data: float = 0.0,
-        micro: tuple[float, ...] = (1.0,),
-        optimizer: float = 0.0,
-        extra: float = 0.0,
+        self, *, data: float = 0.0, micro: tuple[float, ...] = (1.0,), optimizer: float = 0.0, extra: float = 0.0
     ) -> None:
         run = micro_steps_to_run(self.candidate, self.effort)
         self.clock.sleep(data)

@@ -297,7 +297,26 @@ def test_packed_samples_are_read_and_trained_on_in_rows(
     assert (packed.samples, packed.lengths.longest) == (len(WORDS), LONGEST)
     assert rows.samples == -(-tokens // 64)
     assert rows.lengths.mean * rows.samples == pytest.approx(tokens)
-    check_fed(found.trial(Candidate(Arm(padding_free=True), 4)).completed, 64)
+    held = PreparedDataset(found.workload, str(tmp_path / "read")).dataset
+    full = sorted(len(held[row]["input_ids"]) for row in range(len(held)))
+    check_fed(found.trial(Candidate(Arm(padding_free=True), 4)).completed, sum(full[-4:]))
+
+
+@pytest.mark.parametrize(
+    ("model", "arm", "tokens"),
+    [
+        ("bert-tiny", Arm(length_multiple=24), 48),
+        ("bert-tiny", Arm(length_multiple=1000), 512),
+        ("llama-tiny", Arm(padding_free=True), 4 * LONGEST),
+        ("llama-tiny", Arm(padding_free=True, length_multiple=50), 150),
+    ],
+)
+def test_the_tokens_of_the_worst_batch_are_those_that_it_has(
+    read: Callable[..., Read], tokenizer: str, tmp_path: Path, model: str, arm: Arm, tokens: int
+) -> None:
+    """No batch of bert-tiny is padded beyond its 512 positions."""
+    data = spec(write_jsonl(tmp_path / "data.jsonl", samples(WORDS)), tokenizer)
+    check_fed(read(model, data).trial(Candidate(arm, 4)).completed, tokens)
 
 
 def padded_rows(left: bool = False) -> list[dict[str, Any]]:

@@ -38,7 +38,6 @@ def test_the_worst_batches_come_first(spec: DataSpec, shape: BatchShape) -> None
     schedule = make_schedule(5000, lengths, None, spec, 512, shape, 0)
     steps = micro_batches(schedule, shape)
     assert len(steps) == shape.worst_steps + shape.ordinary_steps + shape.measured_steps
-    assert schedule.worst_tokens == 512
     for step in steps[: shape.worst_steps]:
         assert len(step) == shape.micro_steps_run
         for batch in step:
@@ -51,8 +50,7 @@ def test_the_worst_batches_come_first(spec: DataSpec, shape: BatchShape) -> None
 
 @pytest.mark.parametrize("spec", [SPEC, GROUPED])
 @pytest.mark.parametrize(
-    "shape",
-    [BatchShape(8, 1, 1, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24, groups=True)],
+    "shape", [BatchShape(8, 1, 1, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24), BatchShape(8, 8, 3, 3, 0, 24, groups=True)]
 )
 def test_the_measured_steps_have_the_mean_of_an_epoch(spec: DataSpec, shape: BatchShape) -> None:
     schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
@@ -114,12 +112,10 @@ def test_padding_to_the_full_length_makes_all_steps_alike() -> None:
     schedule = make_schedule(5000, LENGTHS, None, spec, 512, shape, 0)
     assert set(costs(schedule, shape, spec)) == {schedule.run.step_tokens} == {8 * 2 * 512.0}
     assert schedule.run.new_shapes == 1
-    assert schedule.worst_tokens == 512
 
 
 def test_images_have_no_length() -> None:
     schedule = make_schedule(30, None, None, SPEC, 1, BatchShape(8, 2, 2, 2, 0, 3), 0)
-    assert schedule.worst_tokens is None
     assert not schedule.run.varies
 
 

@@ -62,13 +62,7 @@ EFFORT = Effort(warmup_steps=2, min_steps=3, max_steps=3, max_seconds=1000.0)
 
 
 @pytest.mark.parametrize(
-    "overflows",
-    [
-        (),
-        (True, True, True, True, True),
-        (False, False, True, True),
-        (True, False, False, False, True),
-    ],
+    "overflows", [(), (True, True, True, True, True), (False, False, True, True), (True, False, False, False, True)]
 )
 def test_no_measured_step_was_skipped(clock: FakeClock, overflows: tuple[bool, ...]) -> None:
     measured = run(clock, EFFORT, overflows).measured

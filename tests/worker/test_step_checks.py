@@ -176,10 +176,7 @@ def whole(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.whole)
 
 
-@pytest.mark.parametrize(
-    "function",
-    ["zero_loss_of_its_own", whole("next_batch"), "fewer_samples", "leave"],
-)
+@pytest.mark.parametrize("function", ["zero_loss_of_its_own", whole("next_batch"), "fewer_samples", "leave"])
 def test_a_code_that_catches_its_error_of_memory_ran_out_of_it(trial_server: ServerClient, function: str) -> None:
     outcome = tried(trial_server, function)
     assert isinstance(outcome, OutOfMemory)

@@ -41,8 +41,6 @@ class Schedule:
     """Number of steps on the largest batches, which come first."""
     repeats: int
     """Number of added steps: those with new shapes come again, so that their shapes are known to the GPU then."""
-    worst_tokens: int | None
-    """Padded length of the largest batches; ``None`` for images."""
     run: PlannedRun
 
 
@@ -118,7 +116,6 @@ def make_schedule(
     micro_costs = padded * (1 if shape.joins else shape.batch)
     # Ranks wait for each other once a step, so the rank with the highest cost decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
-    worst_tokens = None if lengths is None else spec.padded(int(sizes.max()), seq_len)
     order = list(worst)
     # The largest batches may have no attention mask, which makes them another shape than a padded batch as long.
     seen: set[int] = set()
@@ -133,7 +130,6 @@ def make_schedule(
         tuple(order),
         shape.worst_steps,
         repeats,
-        worst_tokens,
         PlannedRun(of_epoch, 1.0, new[-1][1], new[-1][1], new, float(costs.mean()), lengths is not None),
     )
 

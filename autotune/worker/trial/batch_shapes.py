@@ -36,6 +36,8 @@ class BatchShapes:
         """Number of new shapes in this step: each micro-batch with a new shape adds 1 / ``settles``."""
         self.ended: list[bool] = []
         """Whether each step so far had new shapes."""
+        self.longest_row = 0
+        """Most tokens of a row so far, with padding; 0 where batches have no tokens."""
 
     def take(self, batch: Any) -> None:
         """Record a batch before the step trains on it."""
@@ -45,7 +47,9 @@ class BatchShapes:
             self.new += 1 / self.settles
         self._seen[key] += 1
         rows = [shape for place, shape in shapes.items() if place.endswith("input_ids") and len(shape) == 2]
-        self._tokens.append(rows[0][0] * rows[0][1] if rows else 0)
+        samples, tokens = rows[0] if rows else (0, 0)
+        self._tokens.append(samples * tokens)
+        self.longest_row = max(self.longest_row, tokens)
 
     def take_capture(self) -> None:
         """Count a CUDA graph capture in this step as a micro-batch with a new shape, unless one is counted already."""

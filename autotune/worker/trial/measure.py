@@ -177,6 +177,7 @@ class StepTimer(StepListener):
         self._held: list[int | None] = []
         """Bytes that were held after each step."""
         self._worst_peaks: PeakBytes | None = None
+        self._worst_tokens: int | None = None
         self._warmup: list[_Step] = []
         self._timed: list[_Step] = []
         self._marks: list[Any] = []
@@ -261,6 +262,7 @@ class StepTimer(StepListener):
             self._warmup_steps += is_skipped
             if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
                 self._worst_peaks = self._meter.peaks()
+                self._worst_tokens = (self._shapes.longest_row or None) if self._shapes else None
         self._steps_run_again += is_skipped
         self._step_is_over()
         if is_timed and self._enough():
@@ -554,7 +556,7 @@ class StepTimer(StepListener):
             run_steps=self._run.steps,
             run_epochs=self._run.epochs,
             batches_vary=self._varies,
-            worst_batch_tokens=self._schedule.worst_tokens if self._schedule else None,
+            worst_batch_tokens=self._worst_tokens,
             worst_batch_step_seconds=self._worst_step_seconds(),
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
@@ -607,6 +609,6 @@ class StepTimer(StepListener):
 
         The first step has no optimizer state yet. ``None`` where there is no other, without a dataset, and for images.
         """
-        if self._schedule is None or self._schedule.worst_tokens is None:
+        if self._schedule is None or self._worst_tokens is None:
             return None
         return min((step.seconds for step in self._warmup[1 : self._schedule.worst_steps]), default=None)

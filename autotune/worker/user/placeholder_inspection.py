@@ -170,8 +170,7 @@ class _ScriptInspector:
         # Messages name the original words: the copies of configuration files are gone when a message is read.
         said = fill_words(self._template.words, values)
         seen = in_fork(
-            ScriptRun,
-            lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call),
+            ScriptRun, lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call)
         )
         if seen.problem is not None:
             kind = _RejectedError if seen.is_rejected else UserCodeError

@@ -155,8 +155,7 @@ class TrainerTrial(OwnTrial):
             found = difference_from_candidate(trainer, self._candidate, loader)
         if found is not None:
             raise UserCodeError(
-                f"{self._source.name} trains otherwise than it was told: {found}",
-                "leave that to its TrainingArguments",
+                f"{self._source.name} trains otherwise than it was told: {found}", "leave that to its TrainingArguments"
             )
 
     def _record_batch(self, inputs: Any) -> None:
