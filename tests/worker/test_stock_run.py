@@ -59,6 +59,18 @@ def test_a_rank_does_not_time_the_checkpoint_that_another_writes(
     assert {stretch.seconds / stretch.steps for stretch in watch.stretches} == {1.0}
 
 
+@pytest.mark.parametrize(("readings", "joules"), [((500, 800), 300), ((None, 800), None), ((500, None), None)])
+def test_energy_is_unknown_where_either_reading_is(
+    monkeypatch: pytest.MonkeyPatch, readings: tuple[int | None, ...], joules: int | None
+) -> None:
+    meter, said = _Meter(), iter((*readings, 900))
+    monkeypatch.setattr(meter, "energy_joules", lambda: next(said))
+    watch: Any = stock._Watch(meter, 8, False, lambda: None)  # type: ignore[arg-type]
+    for step in range(1, 9):
+        watch.on_step_end(None, SimpleNamespace(global_step=step), SimpleNamespace())
+    assert watch.joules == joules
+
+
 def test_a_checkpoint_has_weights_and_two_moments() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(10, 10, bias=False), torch.nn.Linear(10, 10, bias=False))
     assert stock.checkpoint_bytes(model, only_trained=False) == 200 * 12

@@ -60,7 +60,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._stretch = max(1, (steps - self._warmup) // _STRETCHES)
         self._began = 0.0
         self._first_step = 0
-        self._joules = 0.0
+        self._joules: float | None = None
         self._start_mark: Any = None
         self._unread: list[tuple[int, int, int, Any, Any]] = []
         """Steps, samples, new shapes, begin and end of each stretch since the device was last waited for."""
@@ -141,7 +141,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._meter.synchronize()
         self._samples = self._new_shapes = 0
         self._first_step, self._began, self._start_mark = step, time.perf_counter(), self._meter.mark()
-        self._joules = self._meter.energy_joules() or 0.0
+        self._joules = self._meter.energy_joules()
 
     def _end_stretch(self, step: int) -> None:
         """Record the end of a stretch after this step, which is the beginning of the next stretch."""
@@ -156,8 +156,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         for steps, samples, new_shapes, begin, end in self._unread:
             self.stretches.append(Stretch(steps, samples, self._meter.seconds_between(begin, end), new_shapes))
         self._unread = []
-        joules = self._meter.energy_joules()
-        self.joules = None if joules is None or self.joules is None else self.joules + joules - self._joules
+        begin, end, total = self._joules, self._meter.energy_joules(), self.joules
+        self.joules = None if begin is None or end is None or total is None else total + end - begin
 
 
 def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
