@@ -61,7 +61,7 @@ from autotune.tuning.studies import open_study
 # A search ends where the user's own settings and this many others fail with the same message. A choice.
 _FAIL_ALIKE = 2
 # Earlier trials are reused if one of them, measured again, differs by no more than its interval or this. A choice.
-_SAME_HOUR = 0.05
+_SAME_SPEED = 0.05
 # Once this many winners ran out of memory in a rehearsal, the next one is the answer in any case. A choice.
 _MOST_DEATHS = 8
 
@@ -495,7 +495,7 @@ class Search:
         self._plan.take(ended)
         self._observer.trial_ends(ended, self._history)
         if ended.candidate == self._control and ended.stage == "final" and expected is not None:
-            self._compare_hours(ended, expected)
+            self._drop_reused_if_speed_differs(ended, expected)
         if (gain := self._plan.told_of_lever(ended)) is not None:
             self._observer.note(gain)
             self._keep_best()
@@ -578,12 +578,15 @@ class Search:
         self._control = fastest.candidate if fastest is not None else None
         return self._control
 
-    def _compare_hours(self, ended: TrialRecord, expected: Speed) -> None:
-        """Drop all measurements of earlier searches where the repeated trial has a significantly different speed."""
+    def _drop_reused_if_speed_differs(self, ended: TrialRecord, expected: Speed) -> None:
+        """Drop the reused speeds, and reuse no more trials, where the control is much faster or slower than then.
+
+        That is by more than the interval of ``expected`` and ``_SAME_SPEED``. Reused trials out of memory stay.
+        """
         if self._library is None or not isinstance(ended.outcome, Completed) or any(self._plan.owed):
             return
         ratio = ended.outcome.measurement.samples_per_second / expected.samples_per_second
-        if abs(math.log(ratio)) <= max(expected.relative_half_width, _SAME_HOUR):
+        if abs(math.log(ratio)) <= max(expected.relative_half_width, _SAME_SPEED):
             return
         self._library = None
         self._store.drop_reused_trials(self._study.id)
