@@ -22,13 +22,7 @@ from autotune.results.recipes import exported_text
 from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.feeds import EventStream, feeds_of
-from autotune.service.openapi import (
-    SearchDocument,
-    SearchesDocument,
-    prediction_body,
-    search_body,
-    verification_body,
-)
+from autotune.service.openapi import SearchDocument, SearchesDocument, prediction_body, search_body, verification_body
 from autotune.service.predictions import Predictions
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, describe_devices

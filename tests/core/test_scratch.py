@@ -21,9 +21,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_it_lies_in_the_temporary_folder_and_is_removed_with_what_is_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_lies_in_the_temporary_folder_and_is_removed_with_what_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         monkeypatch.setenv("TMPDIR", folder)

@@ -90,16 +90,8 @@ MACHINES: dict[str, tuple[dict[str, str], dict[str, Any], list[tuple[str, str, s
         _CUDA_13,
         [("cuda:0 memory", "wrong", "held by processes without a name here", "--device")],
     ),
-    "MIG": (
-        {"STAND_IN_MIG": "2"},
-        _CUDA_13,
-        [("cuda:0", "note", "2 MIG instances", "--device MIG-1 or ")],
-    ),
-    "MIG without instances": (
-        {"STAND_IN_MIG": "0"},
-        _CUDA_13,
-        [("cuda:0", "wrong", "0 MIG instances", "mig -cgi")],
-    ),
+    "MIG": ({"STAND_IN_MIG": "2"}, _CUDA_13, [("cuda:0", "note", "2 MIG instances", "--device MIG-1 or ")]),
+    "MIG without instances": ({"STAND_IN_MIG": "0"}, _CUDA_13, [("cuda:0", "wrong", "0 MIG instances", "mig -cgi")]),
     "hidden GPUs": (
         {"CUDA_VISIBLE_DEVICES": ""},
         _CUDA_13,
@@ -115,11 +107,7 @@ MACHINES: dict[str, tuple[dict[str, str], dict[str, Any], list[tuple[str, str, s
         _CUDA_13,
         [("NVML", "wrong", "NVML does not start", "restart it")],
     ),
-    "hot": (
-        {"STAND_IN_EVENTS": "64", "STAND_IN_CELSIUS": "92"},
-        _CUDA_13,
-        [("cuda:0 state", "note", "92 °C", "cool")],
-    ),
+    "hot": ({"STAND_IN_EVENTS": "64", "STAND_IN_CELSIUS": "92"}, _CUDA_13, [("cuda:0 state", "note", "92 °C", "cool")]),
     "broken memory": ({"STAND_IN_ECC": "3"}, _CUDA_13, [("cuda:0 state", "wrong", "3 uncorrected", "use another one")]),
 }
 

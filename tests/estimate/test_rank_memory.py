@@ -32,10 +32,7 @@ def test_a_freed_block_is_used_again_in_its_own_stream_alone() -> None:
     assert replay(events, 40 * MIB, lambda number: number - 1).reserved_bytes == 30 * MIB
 
 
-_SAMPLE = {
-    "sharded": [("fsdp", True, False), ("fsdp-keep", False, True)],
-    "zero": ["zero2", "zero3"],
-}
+_SAMPLE = {"sharded": [("fsdp", True, False), ("fsdp-keep", False, True)], "zero": ["zero2", "zero3"]}
 _OTHERS = {
     "sharded": [("hybrid", True, False), ("fsdp", False, False), ("fsdp", False, True), ("fsdp-keep", False, False)],
     "zero": ["zero1", "zero2-offload"],

@@ -17,8 +17,7 @@ from autotune.service.client import CERTIFICATE_VARIABLE, Client, path_of
 
 
 @pytest.mark.parametrize(
-    "url",
-    ["", " ", "../..", "http://", "a b", "\x80", "http://[::1", "host:99999999", "x" * 300, "ftp://a", "\udcff"],
+    "url", ["", " ", "../..", "http://", "a b", "\x80", "http://[::1", "host:99999999", "x" * 300, "ftp://a", "\udcff"]
 )
 def test_an_address_that_can_be_none_is_refused(url: str) -> None:
     with pytest.raises(ServiceError) as told:

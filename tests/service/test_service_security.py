@@ -39,12 +39,7 @@ def test_without_a_token_nothing_is_shown(server: TestClient, path: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", "/v1/searches"),
-        ("POST", "/v1/verify"),
-        ("DELETE", "/v1/searches/x"),
-    ],
+    ("method", "path"), [("POST", "/v1/searches"), ("POST", "/v1/verify"), ("DELETE", "/v1/searches/x")]
 )
 def test_who_may_only_read_changes_nothing(server: TestClient, reader: TestClient, method: str, path: str) -> None:
     assert server.request(method, path, json={}).status_code == 401

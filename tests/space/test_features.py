@@ -96,11 +96,7 @@ class TestSettings:
 
     @pytest.mark.parametrize(
         ("version", "name"),
-        [
-            ("2.8.0", "PYTORCH_CUDA_ALLOC_CONF"),
-            ("2.9.0", "PYTORCH_ALLOC_CONF"),
-            ("2.13.0+cu130", "PYTORCH_ALLOC_CONF"),
-        ],
+        [("2.8.0", "PYTORCH_CUDA_ALLOC_CONF"), ("2.9.0", "PYTORCH_ALLOC_CONF"), ("2.13.0+cu130", "PYTORCH_ALLOC_CONF")],
     )
     def test_the_variable_bears_the_name_of_its_time(self, version: str, name: str) -> None:
         assert allocator_variable(version) == name

@@ -29,8 +29,7 @@ def record(outcome: Outcome, candidate: Candidate = BEST) -> TrialRecord:
 
 
 @pytest.mark.parametrize(
-    "outcome",
-    [completed(), out_of_memory(), fault(), Failed("timeout", "stopped"), Failed("error", "ValueError")],
+    "outcome", [completed(), out_of_memory(), fault(), Failed("timeout", "stopped"), Failed("error", "ValueError")]
 )
 def test_what_speaks_for_its_candidate_at_once(outcome: Outcome) -> None:
     repeats, trial = Repeats(), record(outcome)

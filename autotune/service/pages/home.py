@@ -185,11 +185,7 @@ async def _rendered_parts(request: Request, searches: Searches) -> Markup:
 
 
 def _home_page(
-    searches: Searches,
-    token: TokenRecord,
-    asked: Mapping[str, str],
-    parts: Markup,
-    error: AutotuneError | None = None,
+    searches: Searches, token: TokenRecord, asked: Mapping[str, str], parts: Markup, error: AutotuneError | None = None
 ) -> HTMLResponse:
     """Return the first page, with the form filled in as ``asked`` and around the changing ``parts``."""
     every = [device for host in searches.engine.hosts() for device in host.devices]
