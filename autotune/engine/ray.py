@@ -139,6 +139,8 @@ def _variable_of_raylet(name: str) -> str | None:
 _REFRESH_SECONDS = 5.0
 _FACTS_SECONDS = 60.0
 _AWAY_SECONDS = 2.0
+# A refused node is asked again after this time: its process may have died of something that has passed.
+_REFUSED_SECONDS = 60.0
 
 log = logging.getLogger("autotune.engine")
 
@@ -220,7 +222,7 @@ class RayEngine:
         self._cluster.connect()
         self._here = facts_here()
         self._facts: dict[str, NodeFacts] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: dict[str, tuple[str, float]] = {}
         self._hosts: tuple[Host, ...] = ()
         self._away: str | None = None
         self._is_closing = threading.Event()
@@ -243,16 +245,15 @@ class RayEngine:
     def refresh(self) -> None:
         """Update the list of nodes, and request the facts of new nodes."""
         nodes = {node.id: node for node in self._cluster.nodes()}
-        self._refused = {key: why for key, why in self._refused.items() if key in nodes}
+        self._refused = {key: self._refused[key] for key in nodes if key in self._refused}
         hosts = []
         for key, node in nodes.items():
             facts = self._facts_of(node) if node.gpus or node.cpus else None
             if facts is None:
                 continue
             gpus = [device for device in facts.devices if device.kind == "cuda"]
-            cpus = [device for device in facts.devices if device.kind == "cpu"]
+            devices = gpus or [device for device in facts.devices if device.kind == "cpu"]
             # Nodes on one machine have the same host name and UUIDs; the node's id tells their devices apart.
-            devices = gpus or cpus
             hosts.append(Host(facts.host, tuple(replace(each, uuid=f"{each.uuid}@{key}") for each in devices), key))
         self._hosts = tuple(hosts)
 
@@ -260,7 +261,7 @@ class RayEngine:
         """Return the facts of a node; ``None`` for a node that is refused or does not answer."""
         if node.id in self._facts:
             return self._facts[node.id]
-        if node.id in self._refused:
+        if node.id in self._refused and time.monotonic() - self._refused[node.id][1] < _REFUSED_SECONDS:
             return None
         actor = self._cluster.start(SearchActor, (), node.id, gpus=0, cpus=0, name=None)
         try:
@@ -273,19 +274,20 @@ class RayEngine:
             log.info("the node %s gave no answer: %s", node.host, error.message)
             return None
         except (NodeLostError, AutotuneError, ValueError) as error:
-            # The node may be about to go. It is refused for as long as the cluster lists it.
-            self._refused[node.id] = f"the node {node.host} cannot run autotune: {error}"
-            return None
+            why = f"the node {node.host} cannot run autotune: {error}"
+        else:
+            if (facts.version, facts.code) == (self._here.version, self._here.code):
+                self._refused.pop(node.id, None)
+                self._facts[node.id] = facts
+                return facts
+            what = f"autotune {facts.version}" if facts.version != __version__ else "other modules of autotune"
+            why = f"the node {facts.host} has {what}, and here is {__version__}"
         finally:
             self._cluster.kill(actor)
-        if (facts.version, facts.code) != (self._here.version, self._here.code):
-            is_other = facts.version != __version__
-            what = f"autotune {facts.version}" if is_other else "other modules of autotune"
-            self._refused[node.id] = f"the node {facts.host} has {what}, and here is {__version__}"
-            log.info("%s; install the same autotune there", self._refused[node.id])
-            return None
-        self._facts[node.id] = facts
-        return facts
+        if self._refused.get(node.id, ("",))[0] != why:
+            log.info("%s; it is asked again now and then", why)
+        self._refused[node.id] = (why, time.monotonic())
+        return None
 
     def hosts(self) -> Sequence[Host]:
         """See ``Engine.hosts``."""
@@ -293,7 +295,7 @@ class RayEngine:
 
     def problems(self) -> Sequence[str]:
         """Return why nodes are unusable: the cluster does not answer, or a node was refused."""
-        return [*([self._away] if self._away else []), *self._refused.values()]
+        return [*([self._away] if self._away else []), *(why for why, _ in list(self._refused.values()))]
 
     def start(self, work: Work, host: Host) -> Run:
         """See ``Engine.start``. Ray gives the actor as many GPUs of the node as the work has devices."""

@@ -11,7 +11,7 @@ from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.schema import encode
 from autotune.engine import ray_cluster
 from autotune.engine.ray import RayEngine, facts_here
-from autotune.engine.ray_cluster import ClusterNode, RayCluster, check_address, find_token
+from autotune.engine.ray_cluster import ClusterNode, NodeLostError, RayCluster, check_address, find_token
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +76,10 @@ def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 class OneNode:
     """A cluster of one node, which does not answer the first question."""
 
-    def __init__(self, address: str) -> None:
-        self.questions = 0
+    questions = 0
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def nodes(self) -> tuple[ClusterNode, ...]:
         return (ClusterNode("node-1", "head", 0, 1),)
@@ -85,7 +87,7 @@ class OneNode:
     def get(self, ticket: object) -> Any:
         self.questions += 1
         if self.questions == 1:
-            raise ServiceError("the Ray cluster does not answer")
+            raise self._error
         return encode(facts_here())
 
     def is_ready(self, ticket: object, wait_seconds: float) -> bool:
@@ -95,10 +97,20 @@ class OneNode:
         return lambda *arguments, **options: None
 
 
-def test_a_node_is_asked_again_after_an_error_that_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.engine.ray.RayCluster", OneNode)
+@pytest.mark.parametrize(
+    ("error", "seconds"), [(ServiceError("no answer"), 60.0), (NodeLostError("it died"), 0.0), (ValueError(), 0.0)]
+)
+def test_a_node_is_asked_again_after_an_error_that_has_passed(
+    error: Exception, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autotune.engine.ray.RayCluster", lambda address: OneNode(error))
     with contextlib.closing(RayEngine("ray://h:1")) as engine:
         assert not engine.hosts()
+        if not seconds:
+            # Not at once: a process would be started on the node every few seconds.
+            engine.refresh()
+            assert [str(error) in problem for problem in engine.problems()] == [True]
+        monkeypatch.setattr("autotune.engine.ray._REFUSED_SECONDS", seconds)
         engine.refresh()
         assert [host.node for host in engine.hosts()] == ["node-1"]
         assert engine.problems() == []
