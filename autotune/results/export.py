@@ -86,6 +86,8 @@ class Export:
     """``pad_to_multiple_of`` to set on the collator; ``None`` without padding to multiples, or if ``apply`` pads."""
     divides_loss: bool = False
     """Whether the Trainer has to be told to divide the loss by the accumulation."""
+    accelerate_divides: bool = False
+    """Whether Accelerate would then divide the gradient once more."""
     rehearsal: Rehearsal | None = None
     """What a run does beyond its first steps, as it was run once; ``None`` where it was not."""
     omp_threads: str | None = None
@@ -160,6 +162,7 @@ class Export:
             statements.append(f"trainer.data_collator.pad_to_multiple_of = {self.collator_multiple}")
         if self.divides_loss:
             statements.append("trainer.model_accepts_loss_kwargs = False")
+            statements += ["trainer.accelerator.gradient_accumulation_steps = 1"] * self.accelerate_divides
         return "; ".join(statements)
 
     @property
@@ -240,6 +243,7 @@ def make_export(report: Report) -> Export:
         applied_settings=applied,
         collator_multiple=multiple,
         divides_loss=measured.divides_loss,
+        accelerate_divides=major_minor(packages["transformers"]) < _DIVIDES_ONCE,
         cpu_core=measured.cpu_core,
         omp_threads=_omp_threads(arm, environment, world_size),
         source=source,
@@ -266,6 +270,8 @@ def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str 
 
 # transformers 5.23.0, modeling_utils: checkpointing without kwargs has use_reentrant=False.
 _REENTRANT_OFF = (5, 23)
+# transformers 5.6.0, trainer.py: the Trainer's Accelerator does not accumulate.
+_DIVIDES_ONCE = (5, 6)
 
 
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:
@@ -364,11 +370,7 @@ def _deepspeed_notes(export: Export, form: Format | LaunchFormat | None) -> list
         return []
     is_alone = export.processes == 1 and form not in LAUNCH_FORMATS
     alone = ["start it by torchrun --nproc_per_node 1, as --format torchrun does"] if is_alone else []
-    return [
-        *alone,
-        "it needs DeepSpeed: pip install deepspeed",
-        "make the TrainingArguments before the model",
-    ]
+    return [*alone, "it needs DeepSpeed: pip install deepspeed", "make the TrainingArguments before the model"]
 
 
 def _passing_notes(export: Export) -> list[str]:

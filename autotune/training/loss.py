@@ -106,8 +106,9 @@ def _compiled_piece(backend: str) -> _Piece:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         for each in (hidden, labels):
             torch._dynamo.maybe_mark_dynamic(each, 0)
-        # In the first micro-step the divisor may require a gradient, for which other code would be compiled.
-        return compiled(hidden, weight, bias, labels, divisor.detach())
+        # In the first micro-step the divisor may require a gradient, and be no integer as it then is before
+        # transformers 5.23: other code would be compiled for either.
+        return compiled(hidden, weight, bias, labels, divisor.detach().float())
 
     return piece
 
@@ -509,6 +510,9 @@ class _FirstLoss:
         trainer.divides_by_accumulation = trainer.compute_loss_func is None and not _depends_on(loss, items)
         if trainer.divides_by_accumulation:
             trainer.model_accepts_loss_kwargs = False
+            if not trainer.is_deepspeed_enabled:
+                # Before transformers 5.6, Accelerate divides too: the gradient, not the loss that is logged.
+                trainer.accelerator.gradient_accumulation_steps = 1
         return computed
 
 

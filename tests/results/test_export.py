@@ -357,6 +357,9 @@ def test_messages_beside_an_export() -> None:
         plain, study=dataclasses.replace(plain.study, look=look), trials=(measured(plain, divides_loss=True),)
     )
 
+    packages = {**plain.environment["packages"], "transformers": "5.5.4"}
+    older = {**plain.environment, "packages": packages}
+
     def of_script(report: Report, **source: Any) -> Export:
         workload = {**report.workload, "task": "own", "source": {**SOURCE, **source}}
         return make_export(dataclasses.replace(report, workload=workload))
@@ -378,6 +381,7 @@ def test_messages_beside_an_export() -> None:
         "applied settings": make_export(applied),
         "applied settings, a script": of_script(applied),
         "a look": make_export(looked_at),
+        "a look, transformers 5.5": make_export(dataclasses.replace(looked_at, environment=older)),
         "another order": make_export(
             report_of(Candidate(Arm("bf16", train_sampling_strategy="group_by_length"), 4), "cuda", fields)
         ),

@@ -642,11 +642,15 @@ class TestDivision:
 
     def test_a_loss_that_nobody_divides_is_divided(self, tmp_path: Path) -> None:
         data = samples(classes=True)
-        whole = train(trainer_of(calm_classifier(), data, tmp_path, per_device_train_batch_size=8))
+        stock = trainer_of(calm_classifier(), data, tmp_path, per_device_train_batch_size=8)
+        whole = train(stock)
         split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
         undivided = train(trainer_of(calm_classifier(), data, tmp_path, **split))
         trainer = apply(trainer_of(calm_classifier(), data, tmp_path, **split))
         losses, weights = train(trainer)
+        # Adam hides what the gradients are multiplied by.
+        norms = [each.state.log_history[0]["grad_norm"] for each in (trainer, stock)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
         assert undivided[0][0] == pytest.approx(4 * whole[0][0], rel=1e-5)
         assert losses == pytest.approx(whole[0], rel=1e-5)
         assert torch.allclose(weights, whole[1], atol=1e-4)
