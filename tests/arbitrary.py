@@ -6,14 +6,7 @@ from typing import get_args
 from hypothesis import strategies as st
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
-from autotune.core.outcome import (
-    Completed,
-    Failed,
-    FailureReason,
-    Measurement,
-    OutOfMemory,
-    Source,
-)
+from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source
 
 # Surrogates too: logs of other people's code hold what is no text.
 WORDS = st.text(st.characters(exclude_categories=()), max_size=40)

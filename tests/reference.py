@@ -71,15 +71,9 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "batch-prediction": ("One of the `batches` of an arm.", (TimedBatchDocument, BatchDocument)),
     "best-prediction": ("What is `best` for a GPU, as `predict` prints it.", (best_prediction_type(),)),
     "training-arguments": ("What `export` prints, but for code that trains without a `Trainer`.", (TunedArguments,)),
-    "own-arguments": (
-        "What `export` prints for a loop of one's own, Accelerate or Lightning.",
-        (OwnArguments,),
-    ),
+    "own-arguments": ("What `export` prints for a loop of one's own, Accelerate or Lightning.", (OwnArguments,)),
     "advice": ("What `advise` prints with `--json`.", (AdviceDocument,)),
-    "offer": (
-        "One of the `gpus` that `advise` compares.",
-        (FittingOfferDocument, OfferDocument),
-    ),
+    "offer": ("One of the `gpus` that `advise` compares.", (FittingOfferDocument, OfferDocument)),
     "devices": ("What `devices` prints with `--json`.", (devices_type(),)),
     "doctor": ("What `doctor` prints with `--json`.", (Diagnosis,)),
     "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),

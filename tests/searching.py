@@ -48,11 +48,7 @@ H200 = Device(
     capability=(9, 0),
 )
 MODEL = ModelFacts(
-    "BertForSequenceClassification",
-    335_143_938,
-    335_143_938,
-    ("eager", "sdpa"),
-    gradient_checkpointing=True,
+    "BertForSequenceClassification", 335_143_938, 335_143_938, ("eager", "sdpa"), gradient_checkpointing=True
 )
 FACTS = Inspection(
     Software("3.11.2", {"torch": "2.13.0", "transformers": "5.23.0"}, ("bf16", "fp16"), cuda="13.0"),

@@ -31,11 +31,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
 """From linux/mman.h."""
 _ALWAYS_READ = {"sitecustomize", "usercustomize"}
-_STREAMS = (
-    (0, "stdin", "rb", "strict"),
-    (1, "stdout", "wb", "strict"),
-    (2, "stderr", "wb", "backslashreplace"),
-)
+_STREAMS = ((0, "stdin", "rb", "strict"), (1, "stdout", "wb", "strict"), (2, "stderr", "wb", "backslashreplace"))
 _ROOM = "." * 200
 """An argument that nobody reads: a command line is shown where this process's own one was, see ``_show_command``."""
 _MODULES = (

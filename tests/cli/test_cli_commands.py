@@ -90,13 +90,7 @@ def test_show_has_the_summary_and_a_line_a_trial(studied: Studied, run: Run) -> 
     assert not ran.stderr
     summary, _, table = ran.stdout.partition("\n\n")
     assert summary.startswith("Study tiny, 20")
-    for words in (
-        "Best: per-device batch",
-        "samples/s",
-        "× the TrainingArguments defaults",
-        "headroom",
-        "3 trials in",
-    ):
+    for words in ("Best: per-device batch", "samples/s", "× the TrainingArguments defaults", "headroom", "3 trials in"):
         assert words in summary
     head, *rows = table.splitlines()
     assert len(rows) == 3

@@ -17,10 +17,7 @@ library = pytest.importorskip("mcp", minversion=None)
 def asked(folder: Path, storage: str, questions: Callable[[Any], Awaitable[Any]], *, cold: bool = True) -> Any:
     """What came of questions to a client of a server on a database, which starts cold unless it is said."""
     parameters = library.StdioServerParameters(
-        command=sys.executable,
-        args=["-m", "autotune", "mcp", "--storage", storage],
-        env=environment(),
-        cwd=str(folder),
+        command=sys.executable, args=["-m", "autotune", "mcp", "--storage", storage], env=environment(), cwd=str(folder)
     )
 
     async def ask() -> Any:

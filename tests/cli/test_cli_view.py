@@ -195,10 +195,7 @@ def test_without_a_terminal_a_quiet_time_is_followed_by_the_status(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("progress", "words"),
-    [
-        (Progress("model"), "building the model for 42.0 s"),
-        (Progress(step=7), "step 7, 42.0 s ago"),
-    ],
+    [(Progress("model"), "building the model for 42.0 s"), (Progress(step=7), "step 7, 42.0 s ago")],
 )
 def test_what_takes_long_is_told_with_its_time(progress: Progress, words: str) -> None:
     assert progress.describe(42.0) == words

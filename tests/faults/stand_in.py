@@ -51,11 +51,7 @@ FACTS = Inspection(
     Software("3.11", {"torch": "2", "transformers": "5"}, ("bf16", "fp16")),
     optims=("adafactor", "adamw_torch", "adamw_torch_fused"),
     model=ModelFacts(
-        "BertForSequenceClassification",
-        4_000_000,
-        4_000_000,
-        ("eager", "sdpa"),
-        gradient_checkpointing=True,
+        "BertForSequenceClassification", 4_000_000, 4_000_000, ("eager", "sdpa"), gradient_checkpointing=True
     ),
 )
 

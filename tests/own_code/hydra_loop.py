@@ -45,9 +45,7 @@ def main(config: Any) -> None:
     writer = SummaryWriter()
     metrics = SummaryWriter("metrics")
     accelerator = Accelerator(
-        log_with="tensorboard",
-        project_dir=".",
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        log_with="tensorboard", project_dir=".", gradient_accumulation_steps=config.gradient_accumulation_steps
     )
     accelerator.init_trackers("trained")
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))

@@ -19,12 +19,7 @@ from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.memory import Question
 from autotune.store.opening import open_store
-from autotune.tuning.answer_cache import (
-    AnswerCache,
-    KeptPredictions,
-    inspection_key,
-    prediction_key,
-)
+from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key, prediction_key
 
 QUESTION = Question(Arm("bf16"), ((8, 2), (64, 1)), 8)
 IDENTITY = QUESTION.identity(CHIPS["rtx-3090"], ceiling_of(20 * GIB))

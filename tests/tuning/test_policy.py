@@ -457,9 +457,7 @@ class TestOnRecords:
 
 class TestOnFormulas:
     @given(
-        base_mib=st.integers(100, 20000),
-        mib_a_sample=st.floats(0.5, 4000),
-        multiple=st.sampled_from([1, 3, 8, 24, 64]),
+        base_mib=st.integers(100, 20000), mib_a_sample=st.floats(0.5, 4000), multiple=st.sampled_from([1, 3, 8, 24, 64])
     )
     @settings(max_examples=150)
     def test_an_affine_peak_is_met_exactly(self, base_mib: int, mib_a_sample: float, multiple: int) -> None:

@@ -273,10 +273,7 @@ class TestTrainingState:
 
 
 class TestTooLittleMemory:
-    @given(
-        st.integers(1, 8 * 2**30),
-        st.floats(0, 0.5) | st.integers(0, 4 * 2**30),
-    )
+    @given(st.integers(1, 8 * 2**30), st.floats(0, 0.5) | st.integers(0, 4 * 2**30))
     def test_is_refused_exactly_below_what_it_says_it_takes(self, limit_bytes: int, spare: float | int) -> None:
         headroom = Headroom(size_bytes=spare) if isinstance(spare, int) else Headroom(spare)
         options: dict[str, Any] = {"headroom": headroom}

@@ -521,10 +521,7 @@ class TestExported:
         assert "PARALLELISM_CONFIG_CP_SIZE=2" in words
         assert words[words.index("--nproc_per_node") + 1] == "4"
         config = yaml.safe_load(render_launch(export, "accelerate"))
-        assert config["parallelism_config"] == {
-            "parallelism_config_dp_shard_size": 2,
-            "parallelism_config_cp_size": 2,
-        }
+        assert config["parallelism_config"] == {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_size": 2}
         assert "os.environ['PARALLELISM_CONFIG_CP_SIZE'] = '2'" in render(export, "python")
         said = "start the training with PARALLELISM_CONFIG_CP_SIZE=2 in its environment"
         assert said in beside_lines(export, "json")

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import (
-    BATCHES,
-    EFFECTIVE_64,
-    ComputedRunner,
-    RecordedRunner,
-    measurement,
-    out_of_memory,
-    with_measured,
-)
+from recorded import BATCHES, EFFECTIVE_64, ComputedRunner, RecordedRunner, measurement, out_of_memory, with_measured
 from searching import FACTS, H200, ceiling_of, new_store, prepared, request, search, with_environment
 
 from autotune.core.candidate import Arm, Candidate

@@ -60,10 +60,7 @@ def test_every_strategy_is_an_arm_with_and_without_checkpointing() -> None:
     assert ways_of_arms(prepared_on_two(effective_batch=None)) == plain
     assert ways_of_arms(
         prepared_on_two(strategies=("fsdp", "ddp"), gradient_checkpointing="off", effective_batch=None)
-    ) == [
-        ("ddp", False, False),
-        ("fsdp", False, False),
-    ]
+    ) == [("ddp", False, False), ("fsdp", False, False)]
     for arm in prepared_on_two().space.arms:
         assert (arm.transformer_layer_cls_to_wrap, arm.ranks) == ("BertLayer" if arm.is_sharded else None, 2)
         of_ddp = None if arm.is_sharded else False
