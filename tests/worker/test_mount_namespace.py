@@ -1,6 +1,7 @@
 """Test the layers over the files as an ordinary user and as root, in forks that enter them."""
 
 import ctypes
+import hashlib
 import os
 import shutil
 import signal
@@ -248,6 +249,61 @@ def test_sockets_of_other_processes_are_reached(folder: Path, user: int) -> None
                 client.connect(str(folder / "socket"))
 
         in_fork(user, run)
+
+
+@as_user
+def test_a_socket_that_goes_meanwhile_is_left_out(folder: Path, user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    owned(folder, user)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder / "socket"))
+        (folder / "socket").unlink()
+        # It is gone after somebody has looked.
+        exists = os.path.exists
+        monkeypatch.setattr(os.path, "exists", lambda path: path == str(folder / "socket") or exists(path))
+        in_fork(user, lambda: protect(make_scratch("autotune-test-"), folder))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount")
+class TestFailingMounts:
+    def test_a_file_system_that_shuts_out_root_does_not_keep_the_others_from_being_covered(self, folder: Path) -> None:
+        (folder / "of another").mkdir()
+
+        def run() -> None:
+            sandbox.open_namespace()
+            options = f"fd={os.open('/dev/fuse', os.O_RDWR)},rootmode=40000,user_id=1,group_id=1"
+            sandbox._mount("fuse", str(folder / "of another"), "fuse", 0, options)
+            protect(make_scratch("autotune-test-"), folder)
+            Path("new").touch()
+
+        in_fork(0, run)
+        assert os.listdir(folder) == ["of another"]
+
+    def test_layers_that_neither_disk_nor_memory_can_hold_are_told(self, folder: Path) -> None:
+        (over := folder / "over").mkdir()
+
+        def run() -> None:
+            sandbox.open_namespace()
+            subprocess.run(["sh", "-c", OWN_FILE_SYSTEMS["an overlay"]], cwd=over, check=True)
+            cover = sandbox.Cover(str(over / "layers"), [], [], is_user_space=False)
+            with pytest.raises(OSError, match=r"mount tmpfs on .*: Invalid argument"):
+                cover.lay(-1)
+
+        in_fork(0, run)
+
+    def test_what_cannot_lie_below_leaves_no_mount_behind(self, folder: Path) -> None:
+        name = hashlib.sha256(b"/proc/sys").hexdigest()[:16]
+        (folder / "below" / name).mkdir(parents=True)
+
+        def run() -> None:
+            sandbox.open_namespace()
+            cover = sandbox.Cover("", [], [], is_user_space=False, below=str(folder / "below"))
+            cover._run_fd = os.open(folder, os.O_PATH)
+            before = Path("/proc/self/mounts").read_text()
+            assert not cover._overlay("/proc/sys", str(folder))
+            assert (folder / name / "kept").is_dir()
+            assert Path("/proc/self/mounts").read_text() == before
+
+        in_fork(0, run)
 
 
 @as_user

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 # sched.h, sys/mount.h, linux/capability.h
-_NEW_MOUNTS, _NEW_USERS = 0x20000, 0x10000000
+_NEW_MOUNTS, _NEW_USERS, _DETACH = 0x20000, 0x10000000, 2
 _READ_ONLY, _REMOUNT, _BIND, _MOVE, _RECURSIVE, _PRIVATE = 1, 32, 4096, 8192, 16384, 1 << 18
 _RELATIME_IN_STATVFS, _RELATIME = 4096, 1 << 21
 # nosuid, nodev, noexec, noatime and nodiratime have the same bits in statvfs as in mount.
@@ -151,10 +151,13 @@ def _mounts() -> list[_Mounted]:
                 continue
             with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as found:
                 seen = next(line.split()[1] for line in found if line.startswith("mnt_id:"))
+            try:
+                is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
+            except OSError:
+                seen = ""  # One of FUSE shuts out all but the user who mounted it, root too.
             if seen != number:
                 os.close(fd)
                 continue
-            is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
             mounts.append(_Mounted(path, fd, right.split(" ")[0], "ro" in options.split(","), is_folder))
     return sorted(mounts, key=lambda mount: (mount.path != "/", mount.path.count("/"), mount.path))
 
@@ -197,7 +200,7 @@ class Cover:
         self._mounts = _mounts()
         self._points = [_last_of_others(path) for path in self.works_in] if self.is_user_space else []
         passed = [(path, _open_path(path)) for path in self.outside if os.path.isdir(path)]
-        sockets = [(path, _open_path(path)) for path in _sockets()]
+        sockets = list(_sockets())
         try:
             self._choose_layer_storage(memory_bytes)
             tree = os.path.join(self.run, "root")
@@ -217,7 +220,8 @@ class Cover:
                     _set_read_only(mount.path)
         finally:
             for fd in [self._run_fd, *(mount.fd for mount in self._mounts), *(fd for _, fd in passed + sockets)]:
-                os.close(fd)
+                with contextlib.suppress(OSError):
+                    os.close(fd)
         if self._new_root:
             # As switch_root does. Another process that joins comes to what is mounted last on the root.
             os.chdir(self._new_root)
@@ -249,8 +253,8 @@ class Cover:
         """Test an overlay over an empty folder; keep the layers in memory where the disk does not support them."""
         for in_memory in (False, True):
             if in_memory:
-                os.close(self._run_fd)
                 _mount("none", self.run, "tmpfs", 0, f"size={memory_bytes},mode=700")
+                os.close(self._run_fd)
             # The layers are reached through it: a layer over the job's folder hides their names.
             self._run_fd = _open_path(self.run)
             empty = os.path.join(self.run, "empty")
@@ -287,6 +291,7 @@ class Cover:
                     _mount(
                         "overlay", f"{layer}/kept", "overlay", _READ_ONLY, f"lowerdir={opened(kept)}:{layer}/empty{own}"
                     )
+                    stack.callback(_libc.umount2, os.fsencode(f"{layer}/kept"), _DETACH)  # An overlay holds it.
                     lower = f"{opened(f'{layer}/kept')}:{lower}"
                 # By file descriptors, since names may have commas and colons.
                 options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work"
@@ -370,13 +375,14 @@ def _set_read_only(path: str) -> None:
     _mount(None, path, None, _BIND | _REMOUNT | _READ_ONLY | kept)
 
 
-def _sockets() -> Iterator[str]:
-    """Yield the paths of Unix sockets that have a name in the file system."""
+def _sockets() -> Iterator[tuple[str, int]]:
+    """Yield the paths of Unix sockets that have a name in the file system, and open file descriptors of them."""
     with contextlib.suppress(OSError), open("/proc/net/unix", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             path = line.rstrip("\n").split(maxsplit=7)[-1]
-            if path.startswith("/") and os.path.exists(path):
-                yield path
+            if path.startswith("/"):
+                with contextlib.suppress(OSError):
+                    yield path, _open_path(path)
 
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
