@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 from server_client import ServerClient
+from test_rehearsal import rehearsed_source
 from tiny import QUICK
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.training_source import find_script
+from autotune.core.units import MIB
 from autotune.core.workload import Workload
 
 SCRIPT = Path(__file__).resolve().parents[1] / "own_code" / "lightning_loop.py"
@@ -51,6 +53,27 @@ def test_tf32_is_seen_as_the_precision_of_a_script_that_allows_it(trial_server: 
     script.write_text(SCRIPT.read_text().replace("import argparse\n", told))
     _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
     assert model.own.precision == "tf32"
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_validation_of_two_batches_is_rehearsed_to_its_end(
+    trial_server: ServerClient, tmp_path: Path, accumulation: int
+) -> None:
+    """Lightning takes as many batches as there are: parts of the first must leave room for a whole one."""
+    pytest.importorskip("lightning.pytorch", reason="make test-clients")
+    script = tmp_path / "train.py"
+    text = (
+        SCRIPT.read_text()
+        .replace("range(40)", "range(400)")
+        .replace("self.samples, batch_size=2,", "self.samples[:], 200,")
+    )
+    script.write_text(text.replace('print("validates")', 'torch.ones(len(batch["labels"]), 2**19)  # 2 MiB each'))
+    candidate = Candidate(Arm(optim=OWN_OPTIM), 4, accumulation)
+    found = rehearsed_source(trial_server, find_script(["python", str(script)]), candidate, 300 * MIB)
+    assert (found.problem, found.unknown) == (None, ())
+    assert found.evaluation is not None
+    assert (found.evaluation.batch, found.evaluation.samples, found.evaluation.fits) == (200, 400, False)
+    assert found.evaluation.settings == {"batch_size": 25}
 
 
 def test_what_writes_in_place_of_a_logger_is_left_out() -> None:
