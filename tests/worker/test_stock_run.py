@@ -59,6 +59,19 @@ def test_a_rank_does_not_time_the_checkpoint_that_another_writes(
     assert {stretch.seconds / stretch.steps for stretch in watch.stretches} == {1.0}
 
 
+def test_a_step_that_begins_with_an_idle_device_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is not ahead of the device then. Its samples have used energy, too."""
+    now = 0.0
+    monkeypatch.setattr(stock, "time", SimpleNamespace(perf_counter=lambda: now))
+    watch: Any = stock._Watch(_Meter(), 45, False, lambda: None)  # type: ignore[arg-type]
+    for step in range(1, 46):
+        watch.count({"input_ids": torch.zeros(4, 8)}, None)
+        now += 3.0 if step == 6 else 1.0
+        watch.on_step_end(None, SimpleNamespace(global_step=step), SimpleNamespace())
+    assert {stretch.seconds / stretch.steps for stretch in watch.stretches} == {1.0}
+    assert (sum(stretch.samples for stretch in watch.stretches), watch.untimed_samples) == (39 * 4, 4)
+
+
 @pytest.mark.parametrize(("readings", "joules"), [((500, 800), 300), ((None, 800), None), ((500, None), None)])
 def test_energy_is_unknown_where_either_reading_is(
     monkeypatch: pytest.MonkeyPatch, readings: tuple[int | None, ...], joules: int | None

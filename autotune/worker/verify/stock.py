@@ -31,8 +31,8 @@ from autotune.worker.trial.synthetic import synthetic_dataset, synthetic_ingredi
 
 # Number of batches in the one evaluation, at the Trainer's default batch size. Its peak memory is that of one batch.
 _EVALUATION_BATCHES = 4
-# The run is timed in this many stretches, whose speeds give the spread. Marks on the device's timeline are their ends,
-# since a training whose host goes on while the GPU computes would start each stretch with an idle GPU.
+# The run is timed in about this many stretches, whose speeds give the spread. Marks on the device's timeline are their
+# ends, since a training whose host goes on while the GPU computes would start each stretch with an idle GPU.
 _STRETCHES = 10
 # A larger checkpoint is not written: one of Llama-3.1-8B, 96 GB, takes longer than the steps (four H100). A choice.
 _MOST_SAVED_BYTES = 20 * GIB
@@ -61,6 +61,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._began = 0.0
         self._first_step = 0
         self._joules: float | None = None
+        self._is_idle = False
+        """Whether the device was idle when the stretch began."""
         self._start_mark: Any = None
         self._unread: list[tuple[int, int, int, Any, Any]] = []
         """Steps, samples, new shapes, begin and end of each stretch since the device was last waited for."""
@@ -71,6 +73,8 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.unsaved_bytes: int | None = None
         """Size of a checkpoint that is too large to be written; ``None`` where it is written."""
         self.stretches: list[Stretch] = []
+        self.untimed_samples = 0
+        """Samples of the steps that began with an idle device. The energy is theirs, too."""
         self.joules: float | None = 0.0
         self.peaks: dict[str, PeakBytes] = {}
         self.pause_seconds: dict[str, float] = {}
@@ -101,6 +105,10 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self._begin_stretch(step)
         elif is_end:
             self._end_stretch(step)
+        elif self._is_idle:
+            # Its beginning is not that of a step whose host is ahead of the device.
+            self.untimed_samples += self._samples
+            self._start_stretch(step)
         if is_pause or step == self._steps:
             self._read_stretches()
             self._begin_stretch(step)
@@ -137,21 +145,25 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
 
     def _begin_stretch(self, step: int) -> None:
-        """Begin a stretch of steps on an idle device."""
+        """Begin a stretch on an idle device, which begins anew after its first step unless that is its last."""
         self._meter.synchronize()
+        self._began, self._joules = time.perf_counter(), self._meter.energy_joules()
+        self._start_stretch(step)
+        self._is_idle = True
+
+    def _start_stretch(self, step: int) -> None:
+        """Begin a stretch after this step."""
         self._samples = self._new_shapes = 0
-        self._first_step, self._began, self._start_mark = step, time.perf_counter(), self._meter.mark()
-        self._joules = self._meter.energy_joules()
+        self._first_step, self._start_mark, self._is_idle = step, self._meter.mark(), False
 
     def _end_stretch(self, step: int) -> None:
         """Record the end of a stretch after this step, which is the beginning of the next stretch."""
-        end = self._meter.mark()
-        self._unread.append((step - self._first_step, self._samples, self._new_shapes, self._start_mark, end))
-        self._samples = self._new_shapes = 0
-        self._first_step, self._start_mark = step, end
+        steps, samples, new_shapes, begin = step - self._first_step, self._samples, self._new_shapes, self._start_mark
+        self._start_stretch(step)
+        self._unread.append((steps, samples, new_shapes, begin, self._start_mark))
 
     def _read_stretches(self) -> None:
-        """Wait for the device, and record the stretches and the energy since ``_begin``."""
+        """Wait for the device, and record the stretches and the energy since ``_begin_stretch``."""
         self._meter.synchronize()
         for steps, samples, new_shapes, begin, end in self._unread:
             self.stretches.append(Stretch(steps, samples, self._meter.seconds_between(begin, end), new_shapes))
@@ -239,7 +251,7 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
     on_each_micro_step(trainer, watch.count)
     losses = LossWatch(trainer)
     trainer.train()
-    samples = sum(stretch.samples for stretch in watch.stretches)
+    samples = sum(stretch.samples for stretch in watch.stretches) + watch.untimed_samples
     return StockResult(
         "completed",
         packages=package_versions(),
