@@ -165,6 +165,8 @@ def features(candidate: Candidate) -> Features:
     amounts["half" if arm.precision in ("bf16", "fp16") else "single"] = 1.0
     if arm.precision in ("fp16", "fp32"):
         amounts[arm.precision] = 1.0
+    if "single" in amounts and compiles(arm):
+        amounts[_COMPILED_SINGLE] = 1.0
     if arm.gradient_checkpointing:
         amounts["recomputing"] = 1.0
     if arm.cpu_affinity:
@@ -184,6 +186,8 @@ _FURTHER = ("attn_implementation", "optim", "strategy", "use_liger_kernel", "exp
 _FURTHER_EFFECT = Effect(0.0, 0.1)
 _PAIR = 0.05
 """Deviation of what two levers give together from what they give alone."""
+_COMPILED_SINGLE, _OF_PRECISION = "compiled single", Effect(0.12, 0.12)
+"""Compiling gives less in single precision, which has no casts to fuse: 0.3 less with T5-base (H200). A choice."""
 
 
 class SpeedModel:
@@ -246,6 +250,8 @@ class SpeedModel:
                     name = " and ".join(sorted((part, whole)))
                     effects[name] = Effect(-effects[whole].mean, 0.0)
         host_effects["pinned"], gpu_effects["pinned"] = _PINNED, Effect(0.0, 0.01)
+        if not self._is_whole:
+            gpu_effects[_COMPILED_SINGLE] = _OF_PRECISION
         values = {f"{n}={v}" for t in self._history.tried for n in _FURTHER if (v := getattr(t.candidate.arm, n))}
         for effects in (gpu_effects, host_effects):
             effects |= dict.fromkeys(values, _FURTHER_EFFECT)
