@@ -88,8 +88,14 @@ def training_arguments(
         arguments |= _fsdp(arm, fields)
     if arm.zero_stage is not None:
         arguments["deepspeed"] = deepspeed_settings(arm)
+    accelerator: dict[str, Any] = {}
+    if arm.is_sharded and arm.sync_each_batch:
+        accelerator["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     if arm.non_blocking:
-        arguments["accelerator_config"] = {**arguments.get("accelerator_config", {}), "non_blocking": True}
+        accelerator["non_blocking"] = True
+    if accelerator:
+        arguments["accelerator_config"] = accelerator
+    if arm.non_blocking:
         arguments["logging_nan_inf_filter"] = False
     if device_kind == "cpu":
         arguments["use_cpu"] = True
@@ -149,13 +155,7 @@ def _fsdp(arm: Arm, fields: Collection[str]) -> TunedArguments:
     """Return the fields of ``TrainingArguments`` that turn on FSDP2 as the arm sets it."""
     # Before 5.18 a bare True did not wrap layers; later the text is deprecated.
     is_new = _CHECKPOINTING_FIELDS[0] in fields
-    arguments: TunedArguments = {
-        "fsdp": True if is_new else "full_shard auto_wrap",
-        "fsdp_config": fsdp_settings(arm),
-    }
-    if arm.sync_each_batch:
-        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    return arguments
+    return {"fsdp": True if is_new else "full_shard auto_wrap", "fsdp_config": fsdp_settings(arm)}
 
 
 def deepspeed_settings(arm: Arm) -> dict[str, Any]:

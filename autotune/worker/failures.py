@@ -148,8 +148,7 @@ def classify(
         return Failed(reason, first_line(error), during=during, traceback=text)
     text = str(culprit).lower()
     fragments = (*_HOST_FRAGMENTS, _HOST_FRAGMENT_NEAR_LIMIT)
-    on_host = isinstance(culprit, MemoryError) or any(fragment in text for fragment in fragments)
-    on_host = on_host or _is_onednn_error(text)
+    on_host = isinstance(culprit, MemoryError) or _is_onednn_error(text) or any(part in text for part in fragments)
     return OutOfMemory(
         first_line(culprit),
         where="host" if on_host and not on_cpu else "device",

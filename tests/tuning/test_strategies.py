@@ -338,6 +338,8 @@ def test_the_arguments_of_fsdp_are_those_that_the_trainer_takes() -> None:
     assert arguments["activation_checkpointing"] is False
     assert "activation_checkpointing_kwargs" not in arguments
     assert arguments["accelerator_config"] == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    both = training_arguments(Candidate(dataclasses.replace(arm, non_blocking=True), 8, 2), FIELDS, "cuda")
+    assert both["accelerator_config"] == {**arguments["accelerator_config"], "non_blocking": True}
     keep = dataclasses.replace(arm, strategy="fsdp-keep", sync_each_batch=False, gradient_checkpointing=False)
     kept = training_arguments(Candidate(keep, 8, 2), FIELDS - {"activation_checkpointing"}, "cuda")
     assert kept["fsdp"] == "full_shard auto_wrap"

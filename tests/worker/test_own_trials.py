@@ -13,7 +13,7 @@ from searching import request
 from server_client import Answer, ServerClient
 from texts import write_texts
 from tiny import QUICK
-from transformers import T5ForConditionalGeneration
+from transformers import T5ForConditionalGeneration, TrainingArguments
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Protection
@@ -23,6 +23,7 @@ from autotune.core.training_source import find_loop, find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
 from autotune.tuning.own_code import notes_on_lengths
+from autotune.worker.user.trainer_fields import TrainerFields
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
 SCRIPT = str(OWN_CODE / "classify_texts.py")
@@ -109,6 +110,16 @@ def test_a_host_that_goes_on_keeps_the_scripts_other_settings_of_accelerate(
     answer = trial_server.trial(inline(folder, f"t = trainer({own})\n{says}\nt.train()"), candidate)
     check_sane(answer, candidate)
     assert "False True False" in answer.log.splitlines()
+
+
+def test_settings_within_a_setting_of_accelerate_are_kept() -> None:
+    made = TrainingArguments(
+        "out", accelerator_config={"gradient_accumulation_kwargs": {"sync_with_dataloader": False}}
+    )
+    tuned = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
+    TrainerFields(tuned=tuned).apply_to_new(made)
+    told = made.accelerator_config["gradient_accumulation_kwargs"]
+    assert told == {"sync_with_dataloader": False, "sync_each_batch": True}
 
 
 LOOP = """

@@ -156,12 +156,14 @@ def generates(arguments: Any) -> bool:
 
 
 def _merged_settings(said: Any, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings together with those that the code gives: a dictionary, JSON, the path of a file, or an object."""
+    """Return what the code says, a dictionary, JSON, the path of a file or an object, with others set at any depth."""
     if isinstance(said, str):
         said = json.loads(said if said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8"))
     if said is None:
         return dict(value)
-    return {**(said if isinstance(said, Mapping) else said.to_dict()), **value}
+    own = said if isinstance(said, Mapping) else said.to_dict()
+    parts = {name: _merged_settings(own.get(name), each) for name, each in value.items() if isinstance(each, Mapping)}
+    return {**own, **value, **parts}
 
 
 def has_value(found: Any, asked: Any) -> bool:
