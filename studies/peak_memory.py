@@ -68,7 +68,7 @@ def recorded(path: Path) -> Iterator[Measured]:
     """Yield the completed trials of a recording, in order."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     about: Document = next((row for row in rows if "meta" in row), {})
-    common = about.get("workload") or (about["meta"] if isinstance(about.get("meta"), dict) else {})
+    common = about.get("workload") or (about["meta"] if isinstance(about.get("meta"), dict) else about)
     is_boundary = path.stem.endswith("_boundary")
     for row in rows:
         if "per_device_train_batch_size" not in row or row.get("state", "ok") not in ("ok", "completed"):
@@ -77,7 +77,7 @@ def recorded(path: Path) -> Iterator[Measured]:
         accumulation = int(cell["gradient_accumulation_steps"])
         in_mib = {name: cell.get(f"peak_{name}_mib") or cell[f"peak_{name}_bytes"] / _MIB for name in _PEAKS}
         yield Measured(
-            cell.get("model") or common["model"],
+            cell.get("model") or common.get("model") or path.name.partition("_")[0],
             cell["task"] if "task" in cell else common["task"],
             cell["seq_len"] if "seq_len" in cell else common["seq_len"],
             Candidate(_arm_of(cell), int(cell["per_device_train_batch_size"]), accumulation),
