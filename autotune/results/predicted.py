@@ -154,7 +154,7 @@ class OfferDocument:
     rank: int | None
     """By cost; GPUs of one rank may cost the same, since their intervals overlap."""
     is_on_pareto_front: bool
-    """Whether no other is both as fast and as cheap."""
+    """Whether no other is faster for as little, or cheaper and as fast. Equal ones may both be on it."""
     hours: float | None
     hours_interval: tuple[float, float] | None
     price_per_hour: float | None

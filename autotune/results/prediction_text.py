@@ -340,7 +340,7 @@ def advice_lines(
     # Outside the table, whose second column such a sentence would widen beyond 80 characters.
     width = max((len(name) for name in [*(row[0] for row, _ in rows), *dict(refused)]), default=0)
     lines += [f"{name:<{width}}  {why}" for name, why in refused]
-    lines.append(_order_line(ordered) + (" * none is both as fast and as cheap." if front else ""))
+    lines.append(_order_line(ordered) + (" * none is faster for as little, or cheaper and as fast." if front else ""))
     steps = [offer.best for offer in offers if offer.best is not None and offer.best.unknown_operations]
     if steps:
         most = max(steps, key=lambda step: step.unknown_share)
@@ -365,13 +365,13 @@ def _order_line(ordered: list[Offer]) -> str:
     best = "cheapest" if any(offer.cost is not None for offer in ordered) else "fastest"
     ranks = [rank(offer, ordered) for offer in ordered]
     first = [_name(offer) for offer, number in zip(ordered, ranks, strict=True) if number == 1]
-    behind = [_name(offer) for offer, number in zip(ordered, ranks, strict=True) if number is not None and number > 1]
+    others = [_name(offer) for offer, number in zip(ordered, ranks, strict=True) if number != 1]
     line = f"{best.capitalize()} first, by what is predicted"
     if len(first) < 2:
         return f"{line}."
     which = "all"
-    if behind:
-        which = f"all but {', '.join(behind)}" if len(behind) < len(first) else ", ".join(first)
+    if others:
+        which = f"all but {', '.join(others)}" if len(others) < len(first) else ", ".join(first)
     return f"{line}. The intervals overlap: {which} may be the {best}."
 
 

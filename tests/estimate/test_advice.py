@@ -56,6 +56,7 @@ def test_the_front_has_what_nothing_beats() -> None:
     cheap, fast, worse = offer("l4", 4.0, 0.5), offer("h100-80gb", 1.0, 4.0), offer("a10", 4.5, 0.6)
     none = replace(cheap, graded=None, why_not="too small")
     assert pareto_front([cheap, fast, worse, none]) == [cheap, fast]
+    assert pareto_front([cheap, fast, twin := replace(cheap, chip=CHIPS["a10"])]) == [cheap, fast, twin]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,14 @@ def test_which_gpus_cannot_be_told_apart_is_said(seconds: tuple[float, float, fl
     offers = [offer(name, each, 1.0) for name, each in zip(("l4", "a10", "h100-80gb"), seconds, strict=True)]
     lines = advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, Prices({}, "USD", "as given"))
     assert said in lines[-1]
+    assert lines[-1].endswith(" * none is faster for as little, or cheaper and as fast.")
     assert all(len(line) <= 80 for line in lines[1:-1])
+
+
+def test_a_gpu_without_a_price_is_not_said_to_be_perhaps_the_cheapest() -> None:
+    offers = [offer("l4", 2.0, 1.0), offer("a10", 2.1, 1.0), offer("h200", 1.0, None)]
+    lines = advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, Prices({}, "USD", "as given"))
+    assert "The intervals overlap: all but h200 may be the cheapest." in lines[-1]
 
 
 def test_the_table_is_narrowed_to_the_terminal() -> None:
