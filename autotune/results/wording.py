@@ -137,13 +137,14 @@ def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> li
     """Return details on the winner: energy, data loading, and the limit of the batch."""
     lines = []
     if measured.joules_per_sample is not None:
-        watts = measured.joules_per_sample * measured.samples_per_second
+        watts, word = measured.joules_per_sample * measured.samples_per_second, counted_in(report.workload)
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
-        lines.append(f"{measured.joules_per_sample:.3g} J a sample; {drew} {watts:.0f} W meanwhile")
+        lines.append(f"{measured.joules_per_sample:.3g} J a {word}; {drew} {watts:.0f} W meanwhile")
     lines += _data_lines(measured, report.workload, in_one_row=best.candidate.arm.padding_free)
     host_bytes = measured.host_bytes_to_build or 0
     if host_bytes > _MUCH_HOST_BYTES:
-        lines.append(f"building the model took up to {format_bytes(host_bytes)} of the host's memory")
+        each = "" if measured.ranks == 1 else f" in the first of {measured.ranks} processes"
+        lines.append(f"building the model took up to {format_bytes(host_bytes)} of the host's memory{each}")
     if report.study.request["objective"] == "max-batch":
         lines += _boundary_lines(report, best)
     elif report.study.request["effective_batch"] is None:

@@ -152,6 +152,9 @@ STUDIES: dict[str, Callable[[], Report]] = {
         report(BASELINE, dataclasses.replace(winner(**WORST), candidate=Candidate(Arm(padding_free=True), 32, 2))),
         data={"facts": None},
     ),
+    "packed rows on two GPUs": lambda: of(
+        report(BASELINE, winner(joules_per_sample=0.5, ranks=2, host_bytes_to_build=9 * 2**30)), data=PACKED
+    ),
     "computes": lambda: waiting(0.95, 0.03),
     "very short steps of one's own": lambda: of(report(BASELINE, winner(60_000.0)), task="own"),
     "very short steps of a model by name": lambda: report(BASELINE, winner(60_000.0)),
