@@ -12,17 +12,10 @@ from typing import Any
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import format_bytes, format_rate, in_one_line
-from autotune.results.export import (
-    Export,
-    beside_lines,
-    hub_name,
-    make_export,
-    render,
-    render_launch,
-    yaml_text,
-)
+from autotune.results.export import Export, beside_lines, hub_name, make_export, render, render_launch, yaml_text
 from autotune.results.forms import AnyForm, Recipe
 from autotune.results.report import Report, measurement
+from autotune.results.wording import rate_unit
 from autotune.space.arms import applied_settings
 
 _NAMES = {"trl": "TRL", "axolotl": "axolotl", "llama-factory": "LLaMA-Factory"}
@@ -206,16 +199,17 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
 def _model_card(report: Report, export: Export) -> str:
     """Return a model card section in Markdown: settings, measurements, hardware."""
     # What has an export has a winner, which was measured.
-    assert report.best is not None
-    measured = measurement(report.best)
+    measured, candidate = measurement(report.best), export.candidate
     assert measured is not None
-    candidate = export.candidate
+    # Where devices were only declared, one was measured.
+    times = max(1, int(report.study.request.get("world_size") or 1) // candidate.arm.ranks)
+    unit = rate_unit(report.workload) + (" on one device" if times > 1 else "")
     rows = [
         ("per-device batch × accumulation", f"{candidate.per_device_train_batch_size} × "
          f"{candidate.gradient_accumulation_steps}"),
-        ("effective batch", str(candidate.samples_per_step)),
+        ("effective batch", str(candidate.samples_per_step * times)),
         ("settings", candidate.arm.describe()),
-        ("measured speed", f"{format_rate(measured.samples_per_second)} samples/s"),
+        ("measured speed", f"{format_rate(measured.samples_per_second)} {unit}"),
         ("peak memory", f"{format_bytes(measured.peak_reserved_bytes)} reserved"),
         ("measured on", export.measured),
     ]  # fmt: skip

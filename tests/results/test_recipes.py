@@ -14,6 +14,7 @@ from reported import report_of
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.results.forms import Recipe
@@ -121,6 +122,17 @@ def test_a_model_card_says_the_settings_the_speed_and_the_machine() -> None:
     assert "| measured on | A Device, torch 2.13.0, transformers 5.23.0;" in text
     block = text.split("```json\n")[1].split("```")[0]
     assert json.loads(block) == json.loads(exported_text(report("plain"), "json")[0])
+
+
+def test_a_model_card_counts_all_devices_and_packed_rows() -> None:
+    made = report("plain", padding_free=True)
+    data = DataSpec("/data/texts.jsonl", "json", "0", tokenizer="t", packing=True, facts=DataFacts(36)).document()
+    on_four = dataclasses.replace(made.study, request={"world_size": 4})
+    text, _ = exported_text(
+        dataclasses.replace(made, study=on_four, workload={**made.workload, "data": data}), "model-card"
+    )
+    assert "| effective batch | 128 |" in text
+    assert "| measured speed | 16.0 rows/s on one device |" in text
 
 
 # What each trainer makes of the file; it says so in JSON, below whatever it prints besides.
