@@ -92,6 +92,19 @@ def test_what_a_step_trains_is_counted() -> None:
     assert watch.has_gradients
 
 
+def test_what_an_optimizer_of_copies_trains_is_unknown() -> None:
+    """As with DeepSpeed, which leaves no gradient with the model's own parameters."""
+    watch, model = TrainingWatch(), torch.nn.Linear(2, 2)
+    copies = [parameter.detach().clone() for parameter in model.parameters()]
+    watch.install()
+    model(torch.ones(4, 2)).sum().backward()
+    for copy, parameter in zip(copies, model.parameters(), strict=True):
+        copy.grad, parameter.grad = parameter.grad, None
+    torch.optim.SGD(copies, lr=0.1).step()
+    watch.remove()
+    assert (watch.trained, watch.untrained, watch.has_gradients) == (None, [], True)
+
+
 def test_a_model_that_is_traced_for_a_picture_is_not_watched() -> None:
     """As TensorBoard's ``add_graph`` does, where the sizes of tensors are tensors."""
     watch = TrainingWatch()

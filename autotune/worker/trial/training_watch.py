@@ -148,7 +148,7 @@ class TrainingWatch:
         """The first module with parameters that was called."""
         self.trained: set[str] | None = None
         """Names of the model's parameters that had a gradient in an update before the timed steps. ``None`` where no
-        update was looked at."""
+        update was looked at, and where an optimizer updates other tensors than the model's own."""
         self.has_gradients = False
         """Whether a parameter of any optimizer had a gradient in the updates before the timed steps."""
         self.compiles = False
@@ -484,13 +484,14 @@ class TrainingWatch:
         """Record the end of an optimizer step and, before the timed steps, which parameters have gradients."""
         self._has_passed = False
         if (found := getattr(optimizer, "found_inf", None)) is not None:
-            # A fused optimizer skips its update by itself.
-            self._found_inf.append(found)
+            self._found_inf.append(found)  # A fused optimizer skips its update by itself.
         if self._looks_closely and (found is None or not bool(found.item())):
-            named = self.model.named_parameters() if self.model is not None else ()
-            self.trained = {name for name, each in named if each.grad is not None} | (self.trained or set())
-            updated = (each for group in optimizer.param_groups for each in group["params"])
-            self.has_gradients |= any(getattr(each, "grad", None) is not None for each in updated)
+            named = dict(self.model.named_parameters()) if self.model is not None else {}
+            updated = {id(each): each for group in optimizer.param_groups for each in group["params"]}
+            self.has_gradients |= any(getattr(each, "grad", None) is not None for each in updated.values())
+            # DeepSpeed updates copies of the parameters, and takes their gradients away before.
+            if not self.has_gradients or any(id(each) in updated for each in named.values()):
+                self.trained = (self.trained or set()) | {key for key, each in named.items() if each.grad is not None}
         if is_in_autograd():
             # An optimizer that steps for each parameter as soon as its gradient exists: together one update.
             self._stepped_within = optimizer

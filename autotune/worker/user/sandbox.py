@@ -203,8 +203,7 @@ class Cover:
         sockets = list(_sockets())
         try:
             self._choose_layer_storage(memory_bytes)
-            tree = os.path.join(self.run, "root")
-            os.mkdir(tree)
+            os.mkdir(tree := os.path.join(self.run, "root"))
             # In a user name space, folders of others must lie on the way to a layer, not in it.
             if not self.is_user_space and self._overlay("/", tree):
                 self._new_root = tree
