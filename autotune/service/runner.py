@@ -186,24 +186,34 @@ class Runner:
         """Start a job on devices, and follow it in a thread."""
         uuids = tuple(device.uuid for device in devices)
         where = {"host": host.name, "kind": devices[0].kind, "name": devices[0].name, "uuids": list(uuids)}
-        started = self.store.queue.start(job.id, where)
-        if started is None:
-            return
-        running = _Running(started, host.name, uuids)
-        log.info("search started", extra={"fields": _log_fields(started, device=devices[0].name, host=host.name)})
+        running = _Running(job, host.name, uuids)
+        # Before the start is recorded: whoever cancels it from then on finds it here.
         with self._guard:
             self._running[job.id] = running
+        started = None
+        try:
+            started = self.store.queue.start(job.id, where)
+        finally:
+            if started is None:
+                with self._guard:
+                    del self._running[job.id]
+        if started is None:
+            return
+        running.job = started
+        log.info("search started", extra={"fields": _log_fields(started, device=devices[0].name, host=host.name)})
         self.changes.notify(job.id)
         try:
             work = self._work(started, uuids)
             running.run = self.engine.start(work, host)
-        except AutotuneError as error:
+        except Exception as error:
             with self._guard:
                 del self._running[job.id]
-            if isinstance(error, DeviceError | ServiceError):
-                self._put_back(started, error.message, is_lost=True)
-            else:
+            if isinstance(error, AutotuneError) and not isinstance(error, DeviceError | ServiceError | StorageError):
                 self._end(started, "failed", error.document())
+                return
+            # Also what nobody expects, as no room for a process: its device would else be taken for ever.
+            log.warning("a search cannot be started: %s", error, extra={"fields": _log_fields(started)})
+            self._put_back(started, getattr(error, "message", str(error)), is_lost=True)
             return
         if running.is_cancelled:
             running.run.cancel()

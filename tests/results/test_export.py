@@ -357,8 +357,7 @@ def test_messages_beside_an_export() -> None:
         plain, study=dataclasses.replace(plain.study, look=look), trials=(measured(plain, divides_loss=True),)
     )
 
-    packages = {**plain.environment["packages"], "transformers": "5.5.4"}
-    older = {**plain.environment, "packages": packages}
+    older = {**plain.environment, "packages": {**plain.environment["packages"], "transformers": "5.5.4"}}
 
     def of_script(report: Report, **source: Any) -> Export:
         workload = {**report.workload, "task": "own", "source": {**SOURCE, **source}}

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from autotune.core.candidate import Document
 from autotune.core.device import Device
-from autotune.core.errors import AutotuneError, InvalidRequestError
+from autotune.core.errors import InvalidRequestError
 from autotune.engine.child import Teller
 from autotune.engine.local import LocalRun
 from autotune.engine.work import Host, Run, Work
@@ -51,7 +51,7 @@ class StandInEngine:
     def __init__(self) -> None:
         self.wake: Callable[[], object] = lambda: None
         self.found: dict[str, Run] = {}
-        self.refuses: AutotuneError | None = None
+        self.refuses: Exception | None = None
         self._hosts: list[Host] = []
         self._started: queue.SimpleQueue[StandInRun] = queue.SimpleQueue()
         self._runs: list[StandInRun] = []

@@ -353,14 +353,26 @@ def test_a_search_that_was_told_to_end_goes_on_and_its_attempt_does_not_count(
     waits_for_state(searches, told["id"], "finished")
 
 
+@pytest.mark.parametrize("kind", [DeviceError, StorageError, OSError])
 def test_a_device_that_cannot_be_used_costs_an_attempt(
-    writer: TestClient, searches: Searches, engine: StandInEngine, cpu: Device
+    writer: TestClient, searches: Searches, engine: StandInEngine, cpu: Device, kind: type[Exception]
 ) -> None:
-    engine.refuses = DeviceError("the process of this device has ended")
+    engine.refuses = kind("the process of this device has ended")
     told = submit(writer)
     engine.add(cpu)
     waits_for_state(searches, told["id"], "failed")
-    assert "the process of this device has ended" in str(searches.job(told["id"]).problem)
+    assert "attempts at this search were lost, the last one: the process of" in str(searches.job(told["id"]).problem)
+    assert writer.get("/v1/devices").json()["devices"][0]["search"] is None
+
+
+def test_a_search_that_is_cancelled_as_it_starts_is_told(
+    writer: TestClient, searches: Searches, engine: StandInEngine, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, queue = submit(writer), searches.store.queue
+    start, path = queue.start, f"/v1/searches/{told['id']}"
+    monkeypatch.setattr(queue, "start", lambda *what: (start(*what), writer.delete(path))[0])
+    engine.add(cpu)
+    waits_for_state(searches, told["id"], "cancelled")
 
 
 def test_devices_are_listed_with_what_they_run(writer: TestClient, on_cpu: StandInEngine) -> None:
