@@ -74,6 +74,8 @@ class SearchActor:
         # What this process can import its child can: the folder of this package may be known to Ray alone.
         sys.path[:] = [folder for folder in sys.path if not folder.endswith(_RAY_FOLDERS)]
         os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+        # From here on: who made this actor may be gone before it begins.
+        threading.Thread(target=self._watch, args=(os._exit,), name="patience", daemon=True).start()
 
     def facts(self, most_gpus: int) -> Document:
         """Return the facts about this node, with the first ``most_gpus`` GPUs, which Ray may assign."""
@@ -94,7 +96,6 @@ class SearchActor:
             return
         self._child = SearchProcess(None, lambda child, why: None)
         self._run = self._child.begin(decode(work, Work))
-        threading.Thread(target=self._watch, args=(os._exit,), name="patience", daemon=True).start()
 
     def messages(self, after: int, wait_seconds: float) -> list[Document]:
         """Return the messages after number ``after``, and drop those up to it."""
@@ -139,8 +140,7 @@ def _variable_of_raylet(name: str) -> str | None:
 _REFRESH_SECONDS = 5.0
 _FACTS_SECONDS = 60.0
 _AWAY_SECONDS = 2.0
-# A refused node is asked again after this time: its process may have died of something that has passed.
-_REFUSED_SECONDS = 60.0
+_REFUSED_SECONDS = 60.0  # A refused node is asked again then: its process may have died of what has passed.
 
 log = logging.getLogger("autotune.engine")
 

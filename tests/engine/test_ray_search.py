@@ -250,15 +250,16 @@ def test_a_command_that_is_killed_finds_its_search_again(cluster: RealCluster, t
 LONELY = """
 import sys, time
 from autotune.core.errors import AutotuneError
-from autotune.engine.ray import RayEngine
+from autotune.engine.ray import RayEngine, SearchActor
 from autotune.engine.work import Work
 
 engine = RayEngine(sys.argv[1], patience_seconds=5.0)
 (host, *_) = engine.hosts()
 options = {"model": "bert-tiny", "seq_len": 16, "effective_batch": 16, "trials": 30}
+engine._cluster.start(SearchActor, (5.0,), host.node, gpus=0, cpus=0, name="never begun")
 engine.start(Work("lonely", "lonely", options, devices=(host.devices[0].uuid,)), host)
 deadline = time.monotonic() + 120
-while engine.find("lonely") is not None:
+while engine.find("lonely") is not None or engine.find("never begun") is not None:
     assert time.monotonic() < deadline
     time.sleep(0.5)
 """
