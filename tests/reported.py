@@ -20,7 +20,7 @@ def report_of(
     candidate: Candidate, device_kind: str, fields: tuple[str, ...], workload: Workload | None = None
 ) -> Report:
     """What the store would hold of a study that this candidate won."""
-    completed = Completed(Measurement(0.5, (0.5, 0.5), 0.0, 16.0, 1000, 2000))
+    completed = Completed(Measurement(0.5, (0.5, 0.5), 0.0, candidate.samples_per_step / 0.5, 1000, 2000))
     trial = TrialRecord("study", 0, candidate, "workload", "environment", outcome=completed)
     ceiling = Ceiling(None, 2**34, 0)
     study = StudyRecord("a study", "workload", "environment", {}, ceiling.document(), "0.1.0", best_trial_id=trial.id)

@@ -14,7 +14,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.units import format_bytes, format_rate, in_one_line
 from autotune.results.export import Export, beside_lines, hub_name, make_export, render, render_launch, yaml_text
 from autotune.results.forms import AnyForm, Recipe
-from autotune.results.report import Report, measurement
+from autotune.results.report import Report
 from autotune.results.wording import rate_unit
 from autotune.space.arms import applied_settings
 
@@ -199,7 +199,7 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
 def _model_card(report: Report, export: Export) -> str:
     """Return a model card section in Markdown: settings, measurements, hardware."""
     # What has an export has a winner, which was measured.
-    measured, candidate = measurement(report.best), export.candidate
+    measured, candidate = report.pooled(report.best), export.candidate
     assert measured is not None
     # Where devices were only declared, one was measured.
     times = max(1, int(report.study.request.get("world_size") or 1) // candidate.arm.ranks)
