@@ -51,7 +51,7 @@ def rehearsed_source(
         workload, _ = server.prepared(workload)
     devices = Placement.of(server.device).rank_devices
     # Loader processes may take seconds to start on a busy machine, before the steps whose growth is looked at.
-    seconds = 10.0 if "worker" in " ".join(source.argv) else 2.0
+    seconds = 4.0 if "worker" in " ".join(source.argv) else 2.0
     work = RehearsalWork(candidate, devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=seconds)
     answer = server.run(workload, work)
     return decode(answer.result, Rehearsal)
