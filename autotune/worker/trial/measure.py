@@ -186,7 +186,7 @@ class StepTimer(StepListener):
         self._begin = 0.0
         self._scaler = ScalerWatch()
         self._steps_seen = 0
-        self._steps_run_again = 0
+        self._skipped_steps = 0
         self._warmup_steps = effort.warmup_steps
         self._busy = busy
         self._busy_steps = 0
@@ -263,7 +263,7 @@ class StepTimer(StepListener):
             if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
                 self._worst_peaks = self._meter.peaks()
                 self._worst_tokens = (self._shapes.longest_row or None) if self._shapes else None
-        self._steps_run_again += is_skipped
+        self._skipped_steps += is_skipped
         self._step_is_over()
         if is_timed and self._enough():
             self.pending = self.measurement()
@@ -298,10 +298,11 @@ class StepTimer(StepListener):
     def _was_skipped(self, seen: StepCounts) -> bool:
         """Return whether a gradient scaler skipped the update of the step that ends.
 
-        Refuses the training after more than ``MOST_SKIPPED_STEPS`` of them.
+        Refuses the training if ``MOST_SKIPPED_STEPS`` steps before it were skipped, too.
         """
+        # A loop of the user's own gives ``begin`` no optimizer; there only ``seen`` tells of skipped updates.
         is_skipped = self._scaler.step_was_skipped() or seen.skipped_steps > 0
-        if is_skipped and self._steps_run_again == MOST_SKIPPED_STEPS:
+        if is_skipped and self._skipped_steps == MOST_SKIPPED_STEPS:
             self.checks.refuse(
                 NotTrainedError(
                     f"fp16's gradient scaler skipped the updates of {MOST_SKIPPED_STEPS + 1} steps",

@@ -109,21 +109,22 @@ class RunWatch:
 
     def _judge_memory(self, step: int) -> None:
         """Report memory above the limit, and growing memory."""
-        reserved, line = torch.cuda.max_memory_reserved(self._device), self.promise.line_bytes
-        over = f"{format_bytes(reserved)} are reserved, more than {format_bytes(line)}"
-        self._report_once("memory", step, over if reserved > line else None)
+        reserved, limit = torch.cuda.max_memory_reserved(self._device), self.promise.line_bytes
+        over = f"{format_bytes(reserved)} are reserved, more than {format_bytes(limit)}"
+        self._report_once("memory", step, over if reserved > limit else None)
         self._held.append((step, torch.cuda.memory_allocated(self._device)))
         growth, words = growth_of([held for _, held in self._held]), None
         if growth is not None:
+            # It grows by so much from one call to the next, between which are many steps.
             each = growth * (len(self._held) - 1) / max(1, step - self._held[0][0])
-            left = max(0, line - reserved) / each
+            left = max(0, limit - reserved) / each
             words = (
                 f"memory grows by {format_bytes(int(each))} a step: the limit is reached after about {left:,.0f} more"
             )
         self._report_once("growth", step, words)
 
     def _report_once(self, what: str, step: int, words: str | None) -> None:
-        """Report a problem once, until it is over."""
+        """Report a problem once, until it is over, which ``words`` of ``None`` tell."""
         if words is None:
             self._is_off.discard(what)
         elif what not in self._is_off:
