@@ -194,7 +194,7 @@ class GpuInspection:
         self._has_log = False
 
     def begin(self, log_folder: Path | None = None) -> None:
-        """Start the process, unless it is running or has answered. Without a folder, it writes no log."""
+        """Start the process for a GPU, unless it runs or its answer is kept. Without a folder, it writes no log."""
         self._log_folder = log_folder
         if self._placement.kind == "cuda" and self._process is None and self._kept is None:
             self._used_before = device_used_bytes(self._work.device_uuid)

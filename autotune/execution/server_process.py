@@ -271,13 +271,14 @@ class ServerProcess:
         if is_new:
             self.start()
         deadline = time.monotonic() + _START_SECONDS
-        was_killed = False
+        was_replaced = False
         while self._server is not None and not self._server.is_ready:
             messages = self.read(deadline)
-            if messages is None and (self._was_idle or (not was_killed and self._was_killed())):
+            # Without messages (``None``) the server has ended.
+            if messages is None and (self._was_idle or (not was_replaced and self._was_killed())):
                 # An idle server may have ended because of earlier searches, so a new one is started. A new one
                 # that a signal killed is started again once.
-                was_killed |= not self._was_idle
+                was_replaced |= not self._was_idle
                 self.close()
                 self.start()
                 continue
@@ -292,6 +293,7 @@ class ServerProcess:
                     self.close()
                     raise _import_error(line)
                 if isinstance(line, Ready) and self._was_idle:
+                    # It was taken while it still imported. It answers the workload with ``Adopted``.
                     self._tell_workload()
                 elif isinstance(line, Ready | Adopted):
                     self._server.is_ready = True

@@ -211,6 +211,7 @@ def _prepare_and_search(
     facts = remembered or _inspect(request, place.servers[0], observer)
     prepared = prepare(request, facts)
     for server in place.servers:
+        # Also ends an inspection of the GPU that a remembered answer made needless.
         server.run_as_inspected(prepared.request.workload)
     store = store or make_store()
     if remembered is None and key is not None:
