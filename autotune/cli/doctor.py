@@ -243,7 +243,7 @@ def _folder_of(storage: str) -> Path | None:
 
 
 def _database(storage: str) -> Check:
-    """Return a check whether the database of studies is usable, without changing it."""
+    """Return a check whether the database of studies is usable, as one without tables is, without changing it."""
     name = shown_location(storage)
     try:
         path = resolve_location(storage).path

@@ -201,9 +201,9 @@ class SectionedCommand(click.Command):
         for heading, names in sections.items():
             shown = {name: record for name in names if (record := left.pop(name)) is not None}
             if not ctx.meta.get(_ALL):
-                shown = {name: record for name, record in shown.items() if name in USUAL}
-                if self.name == "search":
-                    shown = {name: (flag, USUAL[name]) for name, (flag, _) in shown.items()}
+                # The short words of ``USUAL`` are for a search; some options mean something else in other commands.
+                is_search, usual = self.name == "search", [name for name in shown if name in USUAL]
+                shown = {name: (shown[name][0], USUAL[name]) if is_search else shown[name] for name in usual}
             records = list(shown.values())
             if heading == list(sections)[-1]:
                 # Those without a section, such as --help.

@@ -168,18 +168,19 @@ def _gradient_gaps(
 ) -> dict[str, float]:
     """Return the distance between both gradients of each parameter, relative to the larger of their norms.
 
-    The gradients of ``asked`` are multiplied by ``factor`` first. With ``together``, return one distance over all
-    parameters: in 16 bits the gradients of single parameters are mostly rounding.
+    A norm counts as ``_LEAST_NORM`` of the whole gradient's at least. The gradients of ``asked`` are multiplied by
+    ``factor`` first. With ``together``, return one distance over all parameters, relative to the norm of ``asked``: in
+    16 bits the gradients of single parameters are mostly rounding.
     """
     pairs = list(_gradient_pairs(asked, other))
-    norm = abs(factor) * math.sqrt(sum(mine.norm**2 for _, mine, _ in pairs))
+    whole_norm = abs(factor) * math.sqrt(sum(mine.norm**2 for _, mine, _ in pairs))
     squares = {
         name: sum((b - factor * a) ** 2 for a, b in zip(mine.sketch, theirs.sketch, strict=True)) / PROJECTIONS
         for name, mine, theirs in pairs
     }
     if together:
-        return {"all": math.sqrt(sum(squares.values())) / norm} if norm else {}
-    scales = {name: max(abs(factor) * mine.norm, theirs.norm, _LEAST_NORM * norm) for name, mine, theirs in pairs}
+        return {"all": math.sqrt(sum(squares.values())) / whole_norm} if whole_norm else {}
+    scales = {name: max(abs(factor) * mine.norm, theirs.norm, _LEAST_NORM * whole_norm) for name, mine, theirs in pairs}
     return {name: math.sqrt(squares[name]) / scale for name, scale in scales.items() if scale}
 
 

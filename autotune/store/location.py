@@ -174,5 +174,5 @@ def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
         # Of two mounts at one place, the later hides the earlier.
         if below and len(mount_point) >= longest:
             longest, kind = len(mount_point), fields[2]
-    is_fuse = kind.startswith("fuse.") and kind not in _LOCAL_FUSE
-    return is_fuse or kind in _NETWORK_FILE_SYSTEMS
+    is_shared_fuse = kind.startswith("fuse.") and kind not in _LOCAL_FUSE
+    return is_shared_fuse or kind in _NETWORK_FILE_SYSTEMS

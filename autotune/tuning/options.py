@@ -228,7 +228,7 @@ def _weights_location(source: ModelSource) -> str:
 
 
 def _dataset_of(options: dict[str, Any], source: ModelSource, task: Task) -> DataSpec | None:
-    """Return the dataset that the options name, without reading it; ``None`` for synthetic samples."""
+    """Return the dataset that the options name, hashed but not parsed; ``None`` for synthetic samples."""
     name = options.get("dataset")
     if name is None:
         for option in names(DATA):
@@ -244,13 +244,12 @@ def _dataset_of(options: dict[str, Any], source: ModelSource, task: Task) -> Dat
         tokenizer = options["tokenizer"] or source.path or source.repository or source.name
         if os.path.isdir(folder := os.path.expanduser(tokenizer)):
             tokenizer = os.path.abspath(folder)
+    tokenizer_hash = tokenizer_content(tokenizer, of_processor=task == "image-text-to-text") if tokenizer else None
     return DataSpec(
         source=path,
         kind=kind,
         content=content,
-        tokenizer_content=tokenizer_content(tokenizer, of_processor=task == "image-text-to-text")
-        if tokenizer
-        else None,
+        tokenizer_content=tokenizer_hash,
         split=options["split"] or DEFAULT_SPLIT,
         text_columns=options["text_column"],
         label_column=options["label_column"],

@@ -168,7 +168,7 @@ def recorded_request(
         found, *others = devices or _devices_of(environment, study, device)
         beside: tuple[Device, ...] = ()
         if devices:
-            _check_are_as_many(environment, study, devices, parallel=parallel)
+            _check_as_many_as_ranks(environment, study, devices, parallel=parallel)
         if parallel:
             beside, others = tuple(others), []
         workload = Workload.from_document(store.workload_of(record))
@@ -190,8 +190,8 @@ def recorded_request(
     return request
 
 
-def _check_are_as_many(environment: Document, study: str, devices: Sequence[Device], *, parallel: bool) -> None:
-    """Raise ``DeviceError`` where a study's trials cannot run on these devices."""
+def _check_as_many_as_ranks(environment: Document, study: str, devices: Sequence[Device], *, parallel: bool) -> None:
+    """Raise ``DeviceError`` unless there is one device for each rank or, with ``parallel``, each trial has one rank."""
     ranks = (environment.get("ranks") or {}).get("world_size", 1)
     of = "one device" if ranks == 1 else f"{ranks} devices"
     if parallel and ranks > 1:
