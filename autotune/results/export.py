@@ -243,7 +243,7 @@ def make_export(report: Report) -> Export:
         applied_settings=applied,
         collator_multiple=multiple,
         divides_loss=measured.divides_loss,
-        accelerate_divides=major_minor(packages["transformers"]) < _DIVIDES_ONCE,
+        accelerate_divides=arm.zero_stage is None and major_minor(packages["transformers"]) < _DIVIDES_ONCE,
         cpu_core=measured.cpu_core,
         omp_threads=_omp_threads(arm, environment, world_size),
         source=source,
@@ -270,7 +270,7 @@ def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str 
 
 # transformers 5.23.0, modeling_utils: checkpointing without kwargs has use_reentrant=False.
 _REENTRANT_OFF = (5, 23)
-# transformers 5.6.0, trainer.py: the Trainer's Accelerator does not accumulate.
+# transformers 5.6.0, trainer.py: the Trainer's Accelerator does not accumulate. With DeepSpeed it never divided.
 _DIVIDES_ONCE = (5, 6)
 
 

@@ -391,6 +391,8 @@ def test_messages_beside_an_export() -> None:
     cases = {name: beside_lines(export) for name, export in exports.items()}
     cases |= {f"{name}, python": render(exports[name], "python").splitlines() for name in exports}
     ranks = make_export(zero)
+    zero.environment["packages"] = older["packages"]
+    assert not make_export(zero).accelerate_divides, "DeepSpeed divides by itself"
     for form in ("json", "cli", "python", "env", "accelerate", "torchrun"):
         cases[f"ZeRO on two ranks, beside {form}"] = beside_lines(ranks, form)
     cases["ZeRO on two ranks, env"] = render(ranks, "env").splitlines()
