@@ -36,22 +36,26 @@ def lone_server(cpu: Device, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     server.__exit__()
 
 
-def rehearsed(server: ServerClient, name: str, cap_bytes: int, *, script: Path = RUNS, batch: int = 8) -> Rehearsal:
+def rehearsed(
+    server: ServerClient, name: str, cap_bytes: int, seconds: float = 2.0, *, script: Path = RUNS, batch: int = 8
+) -> Rehearsal:
     """What is found of one of the trainings of a script under a limit."""
     source = find_script(("python", str(script), name))
-    return rehearsed_source(server, source, Candidate(Arm(), batch, 8 // batch), cap_bytes)
+    return rehearsed_source(server, source, Candidate(Arm(), batch, 8 // batch), cap_bytes, seconds)
 
 
 def rehearsed_source(
-    server: ServerClient, source: TrainingSource, candidate: Candidate, cap_bytes: int = 1000 * MIB
+    server: ServerClient,
+    source: TrainingSource,
+    candidate: Candidate,
+    cap_bytes: int = 1000 * MIB,
+    seconds: float = 2.0,
 ) -> Rehearsal:
     """What is found of a training with some settings under a limit."""
     workload = Workload.of_source(source)
     if source.name.partition(":")[0] != RUNS.name:
         workload, _ = server.prepared(workload)
     devices = Placement.of(server.device).rank_devices
-    # Loader processes may take seconds to start on a busy machine, before the steps whose growth is looked at.
-    seconds = 4.0 if "worker" in " ".join(source.argv) else 2.0
     work = RehearsalWork(candidate, devices, cap_bytes, int(cap_bytes * 0.97), 42, seconds=seconds)
     answer = server.run(workload, work)
     return decode(answer.result, Rehearsal)
@@ -84,8 +88,10 @@ def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
 ) -> None:
     words, cap_mib = ENDINGS[name]
     server = request.getfixturevalue("lone_server" if "worker" in name else "trial_server")
-    assert re.search(words, "\n".join(rehearsed(server, name, cap_mib * MIB).alarms))
-    healthy = rehearsed(server, f"healthy-{name}", cap_mib * MIB)
+    # Loader processes may take seconds to start on a busy machine, before the steps whose growth is looked at.
+    seconds = 4.0 if "worker" in name else 2.0
+    assert re.search(words, "\n".join(rehearsed(server, name, cap_mib * MIB, seconds).alarms))
+    healthy = rehearsed(server, f"healthy-{name}", cap_mib * MIB, seconds)
     assert healthy.problem is None
     assert healthy.alarms == []
 
