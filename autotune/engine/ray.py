@@ -274,18 +274,18 @@ class RayEngine:
             log.info("the node %s gave no answer: %s", node.host, error.message)
             return None
         except (NodeLostError, AutotuneError, ValueError) as error:
-            why = f"the node {node.host} cannot run autotune: {error}"
+            why, advice = f"the node {node.host} cannot run autotune: {error}", "it is asked again soon"
         else:
             if (facts.version, facts.code) == (self._here.version, self._here.code):
                 self._refused.pop(node.id, None)
                 self._facts[node.id] = facts
                 return facts
             what = f"autotune {facts.version}" if facts.version != __version__ else "other modules of autotune"
-            why = f"the node {facts.host} has {what}, and here is {__version__}"
+            why, advice = f"the node {facts.host} has {what}, and here is {__version__}", "install the same there"
         finally:
             self._cluster.kill(actor)
         if self._refused.get(node.id, ("",))[0] != why:
-            log.info("%s; it is asked again now and then", why)
+            log.info("%s; %s", why, advice)
         self._refused[node.id] = (why, time.monotonic())
         return None
 

@@ -186,7 +186,7 @@ _FURTHER = ("attn_implementation", "optim", "strategy", "use_liger_kernel", "exp
 _FURTHER_EFFECT = Effect(0.0, 0.1)
 _PAIR = 0.05
 """Deviation of what two levers give together from what they give alone."""
-_COMPILED_SINGLE, _OF_PRECISION = "compiled single", Effect(0.12, 0.12)
+_COMPILED_SINGLE, _COMPILED_SINGLE_EFFECT = "compiled single", Effect(0.12, 0.12)
 """Compiling gives less in single precision, which has no casts to fuse: 0.3 less with T5-base (H200). A choice."""
 
 
@@ -251,7 +251,7 @@ class SpeedModel:
                     effects[name] = Effect(-effects[whole].mean, 0.0)
         host_effects["pinned"], gpu_effects["pinned"] = _PINNED, Effect(0.0, 0.01)
         if not self._is_whole:
-            gpu_effects[_COMPILED_SINGLE] = _OF_PRECISION
+            gpu_effects[_COMPILED_SINGLE] = _COMPILED_SINGLE_EFFECT
         values = {f"{n}={v}" for t in self._history.tried for n in _FURTHER if (v := getattr(t.candidate.arm, n))}
         for effects in (gpu_effects, host_effects):
             effects |= dict.fromkeys(values, _FURTHER_EFFECT)

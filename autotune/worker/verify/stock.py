@@ -61,7 +61,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self._began = 0.0
         self._first_step = 0
         self._joules: float | None = None
-        self._is_idle = False
+        self._began_idle = False
         """Whether the device was idle when the stretch began."""
         self._start_mark: Any = None
         self._unread: list[tuple[int, int, int, Any, Any]] = []
@@ -102,16 +102,16 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         is_pause = step == self._pause_after
         is_end = is_pause or step == self._steps or step - self._first_step == self._stretch
         if step == self._warmup:
-            self._begin_stretch(step)
+            self._begin_idle(step)
         elif is_end:
             self._end_stretch(step)
-        elif self._is_idle:
+        elif self._began_idle:
             # Its beginning is not that of a step whose host is ahead of the device.
             self.untimed_samples += self._samples
-            self._start_stretch(step)
+            self._begin_stretch(step)
         if is_pause or step == self._steps:
             self._read_stretches()
-            self._begin_stretch(step)
+            self._begin_idle(step)
         if is_pause:
             self.peaks["before"] = self._meter.peaks()
             control.should_evaluate, control.should_save = True, self.unsaved_bytes is None
@@ -136,7 +136,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         # The first rank alone writes the model. The other ranks would wait for it in their next step, which is timed.
         self.during = "train"
         self._wait_for_ranks()
-        self._begin_stretch(state.global_step)
+        self._begin_idle(state.global_step)
 
     def _pause_ends(self, what: str) -> None:
         """Record peak memory and duration of the evaluation or the checkpoint that ends, under the name ``what``."""
@@ -144,26 +144,26 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         self.peaks[what] = self._meter.peaks()
         self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
 
-    def _begin_stretch(self, step: int) -> None:
-        """Begin a stretch on an idle device, which begins anew after its first step unless that is its last."""
+    def _begin_idle(self, step: int) -> None:
+        """Wait for the device, and begin a stretch. It begins anew after its first step, unless that is its last."""
         self._meter.synchronize()
         self._began, self._joules = time.perf_counter(), self._meter.energy_joules()
-        self._start_stretch(step)
-        self._is_idle = True
+        self._begin_stretch(step)
+        self._began_idle = True
 
-    def _start_stretch(self, step: int) -> None:
+    def _begin_stretch(self, step: int) -> None:
         """Begin a stretch after this step."""
         self._samples = self._new_shapes = 0
-        self._first_step, self._start_mark, self._is_idle = step, self._meter.mark(), False
+        self._first_step, self._start_mark, self._began_idle = step, self._meter.mark(), False
 
     def _end_stretch(self, step: int) -> None:
         """Record the end of a stretch after this step, which is the beginning of the next stretch."""
         steps, samples, new_shapes, begin = step - self._first_step, self._samples, self._new_shapes, self._start_mark
-        self._start_stretch(step)
+        self._begin_stretch(step)
         self._unread.append((steps, samples, new_shapes, begin, self._start_mark))
 
     def _read_stretches(self) -> None:
-        """Wait for the device, and record the stretches and the energy since ``_begin_stretch``."""
+        """Wait for the device, and record the stretches and the energy since ``_begin_idle``."""
         self._meter.synchronize()
         for steps, samples, new_shapes, begin, end in self._unread:
             self.stretches.append(Stretch(steps, samples, self._meter.seconds_between(begin, end), new_shapes))
