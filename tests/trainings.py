@@ -73,8 +73,8 @@ class Training:
         torch.manual_seed(0)
         arguments = TrainingArguments(
             str(folder), per_device_train_batch_size=how.batch, gradient_accumulation_steps=how.accumulation,
-            use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False,
-            **{"save_strategy": "no", **dict(how.arguments), **others},
+            report_to="none", disable_tqdm=True, remove_unused_columns=False,
+            **{"use_cpu": True, "save_strategy": "no", **dict(how.arguments), **others},
         )  # fmt: skip
         return self.trainer(
             model=self.model(), args=arguments, train_dataset=self.data(), data_collator=self.collate,

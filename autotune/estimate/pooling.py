@@ -291,16 +291,16 @@ def _log_sample_seconds(tried: Tried) -> float:
 
 
 def _variance_of_steps(tried: Tried) -> float:
-    """Return the relative variance of a process's mean step, from its steps alone.
+    """Return the relative variance of a process's mean step, from its steps alone; 0 with a single step.
 
-    0 with a single step, and where batches differ in length.
+    Of batches that differ in length it is what their lengths do not explain.
     """
     measured = tried.measurement
-    if measured is None or measured.batches_vary:
+    if measured is None or len(measured.step_seconds_each) < 2:
         return 0.0
+    if measured.batches_vary:
+        return (measured.steady_error or 0.0) ** 2
     steps = measured.step_seconds_each
-    if len(steps) < 2:
-        return 0.0
     mean, squares = squares_about_mean(steps)
     return squares / (len(steps) - 1) / len(steps) / mean**2
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from autotune.core.dataset_spec import DataSpec
+from autotune.core.lengths import PlannedRun
 from autotune.core.measured_steps import StepEstimate
 from autotune.worker.dataset.prepared import BatchShape, Schedule, make_schedule
 from autotune.worker.trial.batch_shapes import Timed, estimate_run
@@ -143,6 +144,14 @@ def test_noise_is_not_taken_for_a_slope_that_cannot_be() -> None:
     schedule = make_schedule(5000, LENGTHS, None, SPEC, 512, shape, 0)
     falling = [1.0 / cost for cost in costs(schedule, shape)]
     assert estimated(schedule, falling, costs(schedule, shape)).seconds == pytest.approx(np.mean(falling))
+
+
+def test_a_run_far_from_the_timed_steps_is_known_less_well() -> None:
+    """Three steps of 100 to 120 tokens say little of steps of 400."""
+    timed = [Timed(0.22, 100, 0), Timed(0.25, 110, 0), Timed(0.26, 120, 0)]
+    near, far = (estimate_run(timed, PlannedRun(step_tokens=tokens, varies=True)) for tokens in (110.0, 400.0))
+    assert near.steady_error == pytest.approx(np.sqrt(6.67e-5 / 3) / 0.2433, rel=0.01)
+    assert far.steady_error * far.steady_seconds > 20 * near.steady_error * near.steady_seconds
 
 
 def test_ranks_take_the_batches_in_turn_and_the_slowest_decides() -> None:

@@ -161,13 +161,17 @@ class _Line:
             self.error = own.error / own.mean
             self.mean = StepEstimate(own.mean, own.relative_half_width())
             return
-        residuals, unknowns = seconds - mean, 1
+        residuals, unknowns, share = seconds - mean, 1, 1 / count
         if count > 2 and differ:
             self._slope = max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
             residuals, unknowns = residuals - self._slope * (tokens - self._tokens), 2
         if run.step_tokens:
-            mean += self._slope * (run.step_tokens - self._tokens)
-        self.error = float(np.sqrt((residuals**2).sum() / (count - unknowns) / count)) / mean
+            away = run.step_tokens - self._tokens
+            mean += self._slope * away
+            if self._slope:
+                # The farther the run's mean step is from the timed ones, the more the error of the slope counts.
+                share += away**2 / float(((tokens - self._tokens) ** 2).sum())
+        self.error = float(np.sqrt((residuals**2).sum() / (count - unknowns) * share)) / mean
         self.mean = StepEstimate(mean, quantile(count - unknowns) * self.error)
 
     def without_data_at(self, tokens: float) -> float:
