@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -78,7 +79,7 @@ class Popen(subprocess.Popen[Any]):
         try:
             request, fds = _request(call)
             with _lock:
-                self.pid = _fork(request, fds)
+                _fork(self, request, fds)
         except NotWarmError as why:
             _report(call["args"], f"cold: {why}")
             super()._execute_child(*arguments)  # type: ignore[misc]
@@ -217,16 +218,20 @@ def _start() -> None:
         connect(zygote.start(_PYTHON, {**variables, "PYTHONPATH": os.pathsep.join(paths)}), variables)
 
 
-def _fork(request: dict[str, Any], fds: list[int]) -> int:
-    """Have a process forked; its id. It is this process's child then."""
+def _fork(process: Popen, request: dict[str, Any], fds: list[int]) -> None:
+    """Have a process forked, and set its id. It is this process's child then."""
     assert _connection is not None
     prctl = ctypes.CDLL(None).prctl
     # Its first parent ends at once, and orphans go to their nearest ancestor that wants them.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # The process runs before its id is known here: a signal between the two would leave it to itself.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         answer = _connection.ask(request, fds)
+        if "pid" in answer:
+            process.pid = int(answer["pid"])
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     if "refused" in answer:
         raise NotWarmError(answer["refused"])
-    return int(answer["pid"])

@@ -106,8 +106,11 @@ class ChildProcess:
         Raises ``OSError`` where no process can be started.
         """
         read_fd, write_fd = os.pipe()
+        # In two steps, so that the process is known here where a signal ends its start.
+        self._process = Popen.__new__(Popen)
         try:
-            self._process = Popen(
+            Popen.__init__(
+                self._process,
                 [sys.executable, "-P", "-m", module, str(write_fd), *arguments],
                 stdin=PIPE,
                 stdout=log,
@@ -118,6 +121,8 @@ class ChildProcess:
             )
         except BaseException:
             os.close(read_fd)
+            if getattr(self._process, "pid", None):
+                self.kill()
             raise
         finally:
             os.close(write_fd)

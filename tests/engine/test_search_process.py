@@ -45,10 +45,11 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program, path = tmp_path / "ends_late.py", tmp_path / "gate"
     program.write_text(ENDS_LATE)
 
-    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, str(program), words[4], str(path)], **options)
+    class EndsLate(subprocess.Popen[bytes]):
+        def __init__(self, words: list[str], **options: Any) -> None:
+            super().__init__([sys.executable, str(program), words[4], str(path)], **options)
 
-    monkeypatch.setattr(child_process, "Popen", start)
+    monkeypatch.setattr(child_process, "Popen", EndsLate)
     return path
 
 

@@ -15,18 +15,20 @@ from autotune.execution import TrialJob, TrialServer, child_process
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
 
-def start_stand_in(words: list[str], **options: Any) -> warm.Popen:
-    """Start ``stand_in_server.py`` where a runner starts its server."""
-    python, _, _, module, *arguments = words
-    if module == "autotune.worker.server":
-        words = [python, "-P", str(STAND_IN), *arguments]
-    return warm.Popen(words, **options)
+class StandIn(warm.Popen):
+    """Starts ``stand_in_server.py`` where a runner starts its server."""
+
+    def __init__(self, words: list[str], **options: Any) -> None:
+        python, _, _, module, *arguments = words
+        super().__init__(
+            [python, "-P", str(STAND_IN), *arguments] if module == "autotune.worker.server" else words, **options
+        )
 
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have runners start ``stand_in_server.py`` in place of the server."""
-    monkeypatch.setattr(child_process, "Popen", start_stand_in)
+    monkeypatch.setattr(child_process, "Popen", StandIn)
 
 
 @pytest.fixture

@@ -6,9 +6,11 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import all_gone, children, is_alive, processes_named, wait_until
@@ -22,7 +24,7 @@ from autotune.core.messages import Answer, Progress
 from autotune.core.outcome import Completed, Effort, Failed
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
-from autotune.execution import TrialServer
+from autotune.execution import TrialServer, child_process
 from autotune.execution.child_process import tail
 from autotune.execution.oneshot import run_fresh
 
@@ -389,3 +391,20 @@ def test_tail_of_a_log(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "log").write_text(text, encoding="utf-8")
     assert tail(tmp_path / "log") == words
     assert tail("/no/such/file") == ""
+
+
+def test_a_process_whose_start_is_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C or SIGTERM may come when the process runs and the call that started it has not returned."""
+    started: list[int] = []
+
+    class Interrupted(child_process.Popen):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(child_process, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        child_process.ChildProcess("code", subprocess.DEVNULL, os.environ)
+    assert len(started) == 1
+    assert not is_alive(started[0])
