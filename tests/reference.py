@@ -304,11 +304,10 @@ _source = functools.cache(inspect.getsource)
 
 def _api() -> str:
     from autotune.service.app import make_app
-    from autotune.service.pages import add_pages
     from autotune.service.searches import Searches
 
     # Of the searches only what lies within the process is touched: no request is answered.
-    app = make_app(Searches(None, "", None), extend=add_pages)  # type: ignore[arg-type]
+    app = make_app(Searches(None, "", None))  # type: ignore[arg-type]
     return json.dumps(app.openapi(), indent=1) + "\n"
 
 

@@ -50,7 +50,6 @@ def serve(data_folders: tuple[Path, ...], allow: Path | None, keep_days: int | N
       autotune search --server http://127.0.0.1:8321 --model bert-large-uncased --effective-batch 64
     """
     try:
-        from autotune.service.predictions import PredictionProcess
         from autotune.service.server import Settings, log_to_stderr
         from autotune.service.server import serve as run
     except ImportError as error:
@@ -74,7 +73,7 @@ def serve(data_folders: tuple[Path, ...], allow: Path | None, keep_days: int | N
         allow=allow.absolute() if allow is not None else None,
         keep=timedelta(days=keep_days) if keep_days is not None else None,
     )
-    run(settings, ready, PredictionProcess(settings.storage))
+    run(settings, ready)
 
 
 @click.command(short_help="List the searches and the devices of a service.")

@@ -9,7 +9,7 @@ import math
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 from urllib.parse import urlsplit
@@ -44,11 +44,9 @@ DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
 class Guard:
     """An ASGI application that refuses requests for another one, limits their bodies, and adds security headers."""
 
-    def __init__(
-        self, app: FastAPI, names: Collection[str] = (), around: Callable[[FastAPI], ASGIApp] | None = None
-    ) -> None:
-        self._app: ASGIApp = around(app) if around is not None else app
-        self.openapi = app.openapi
+    def __init__(self, described: FastAPI, app: ASGIApp, names: Collection[str]) -> None:
+        self._app = app
+        self.openapi = described.openapi
         self._names = OWN_NAMES | {name.lower() for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

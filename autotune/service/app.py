@@ -1,19 +1,19 @@
-"""Put the HTTP API together: routes, access rules, errors as problem documents, guard, Optuna's dashboard beside it."""
+"""Put the service's application together: API, pages, access rules, errors, guard, Optuna's dashboard beside it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from typing import Any
 
 from a2wsgi import WSGIMiddleware
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, RedirectResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from autotune import __version__
 from autotune.core.errors import AutotuneError, InvalidRequestError, ServiceError
@@ -21,9 +21,10 @@ from autotune.results.dashboard import DashboardStorage, app_over
 from autotune.service.access import DASHBOARD_PATHS, Access, Guard, access_of
 from autotune.service.feeds import Feeds
 from autotune.service.openapi import describe_api
-from autotune.service.predictions import Predict, Predictions
+from autotune.service.pages import compare, frame, home, search
 from autotune.service.problems import MEDIA_TYPE, problem_document
-from autotune.service.routes import Health, router
+from autotune.service.routes import Health
+from autotune.service.routes import router as api
 from autotune.service.searches import Searches
 from autotune.store.repository import Store
 
@@ -35,8 +36,10 @@ def problem_response(error: AutotuneError) -> JSONResponse:
     return JSONResponse(document, status, headers=headers, media_type=MEDIA_TYPE)
 
 
-def _on_error(request: Request, error: Exception) -> JSONResponse:
-    """Return the problem document for an error of any kind."""
+def _on_error(request: Request, error: Exception) -> Response:
+    """Return the answer for an error of any kind: a page where a browser asks for one, else a problem document."""
+    is_of_page = not request.url.path.startswith(("/v1/", "/parts/", "/assets/"))
+    is_page = is_of_page and "text/html" in request.headers.get("accept", "")
     match error:
         case AutotuneError():
             told = error
@@ -48,28 +51,19 @@ def _on_error(request: Request, error: Exception) -> JSONResponse:
             told = InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
             if first["type"] == "json_invalid":
                 told = InvalidRequestError("the body is not JSON", "send a JSON object")
+        case HTTPException(status_code=404) if is_page:
+            told = ServiceError("there is no such page", "go back to the searches", status=404)
         case HTTPException(status_code=404):
             told = ServiceError(f"there is nothing at {request.url.path[:200]}", "see /openapi.json", status=404)
         case HTTPException():
             told = ServiceError(str(error.detail), status=error.status_code)
         case _:
             told = ServiceError("the service failed; its log says why", status=500)
-    return problem_response(told)
+    return frame.error_page(told) if is_page else problem_response(told)
 
 
-def make_app(
-    searches: Searches,
-    *,
-    names: Collection[str] = (),
-    extend: Callable[[FastAPI], None] | None = None,
-    around: Callable[[FastAPI], ASGIApp] | None = None,
-    predict: Predict | None = None,
-) -> Guard:
-    """Return the application over these searches.
-
-    ``names`` are its additional host names. ``extend`` adds routes, ``around`` wraps the application. ``predict``
-    answers predictions; without it they are refused.
-    """
+def make_app(searches: Searches, names: Collection[str] = ()) -> Guard:
+    """Return the application over these searches; ``names`` are its additional host names."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -77,7 +71,7 @@ def make_app(
         await run_in_threadpool(searches.runner.begin)
         yield
         searches.is_closing = True
-        await run_in_threadpool(searches.runner.close)
+        await run_in_threadpool(searches.close)
 
     app = FastAPI(
         title="autotune",
@@ -91,19 +85,18 @@ def make_app(
     )
     app.openapi = functools.cache(lambda: describe_api(app))  # type: ignore[method-assign]
     app.state.searches = searches
-    app.state.predictions = Predictions(predict, searches.data_folders)
     app.state.health = Health(searches)
     app.state.access = Access(searches)
     app.state.feeds = Feeds(searches, app.state.access)
+    app.state.rendered = frame.Rendered(searches.changes)
     for kind in (AutotuneError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
-    app.include_router(router)
-    if extend is not None:
-        extend(app)
-    return Guard(app, names, around=around)
+    for router in (api, frame.router, home.router, search.router, compare.router):
+        app.include_router(router)
+    return Guard(app, _WithDashboard(app, searches.store), names)
 
 
-class WithDashboard:
+class _WithDashboard:
     """An ASGI application that hands the dashboard's paths on to it, and all others to the service."""
 
     def __init__(self, app: FastAPI, store: Store) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,61 +38,20 @@ _MOST_OF_A_TOKEN = 2
 MOST_SECONDS = 30.0
 """How long a prediction may take: nobody is to hold the processors for longer."""
 
-Predict = Callable[[Command, Document], Document]
-"""Returns the document of a command for its options by name, all of them, given or at their defaults."""
-
-
-class PredictionProcess:
-    """Predicts in a process of its own, which is ended where it takes too long or the service ends."""
-
-    def __init__(
-        self, storage: str, most_seconds: float = MOST_SECONDS, module: str = "autotune.service.predict_process"
-    ) -> None:
-        self._storage = storage
-        self._most_seconds = most_seconds
-        self._module = module
-        self._running: set[OneShot] = set()
-        self._is_closing = False
-
-    def __call__(self, command: Command, options: Document) -> Document:
-        """Return the prediction. Raises the command's errors, and ``ServiceError`` after a timeout."""
-        given = {name: json_value(value) for name, value in options.items()}
-        work = {"command": command, "options": given, "storage": self._storage}
-        with OneShot(self._module, work, os.environ, Path(os.devnull)) as process:
-            self._running.add(process)
-            try:
-                if self._is_closing:
-                    process.kill()
-                answer = process.answer(dict[str, Any], self._most_seconds)
-            except TooLateError as error:
-                raise ServiceError(
-                    f"the prediction took longer than {self._most_seconds:.0f} s",
-                    "ask for a smaller effective batch or fewer settings, or run the command without --server",
-                    status=503,
-                ) from error
-            except NoAnswerError as error:
-                message = "the prediction was ended: it needed too much memory, or the service ends"
-                raise ServiceError(message, "run the command without --server", status=503) from error
-            finally:
-                self._running.discard(process)
-        if "problem" in answer:
-            raise error_of(answer["problem"])
-        document: Document = answer["document"]
-        return document
-
-    def close(self) -> None:
-        """End all running predictions."""
-        self._is_closing = True
-        for process in list(self._running):
-            process.kill()
-
 
 @dataclass
 class Predictions:
-    """Answers to predictions, the latest of them kept. ``predict`` makes one; it is called by one thread at a time."""
+    """Answers to predictions, the latest of them kept. Each is made in a process of its own, one at a time.
 
-    predict: Predict | None
+    The process is ended where it takes longer than ``most_seconds``, or the service ends.
+    """
+
+    storage: str
     data_folders: Sequence[Path] = ()
+    most_seconds: float = MOST_SECONDS
+    module: str = "autotune.service.predict_process"
+    _running: OneShot | None = None
+    _is_closing: bool = False
     _kept: OrderedDict[str, Document] = field(default_factory=OrderedDict)
     _turn: threading.Lock = field(default_factory=threading.Lock)
     _waiting: Counter[str] = field(default_factory=Counter)
@@ -103,10 +62,9 @@ class Predictions:
 
         Raises the command's errors, and ``ServiceError`` where too many predictions are under way.
         """
-        if self.predict is None:
-            raise ServiceError("this service predicts nothing", "run the command without --server", status=501)
         options = _read(command, document, self.data_folders)
-        key = canonical({"command": command, **{name: json_value(value) for name, value in options.items()}})
+        given = {name: json_value(value) for name, value in options.items()}
+        key = canonical({"command": command, **given})
         if (known := self._kept.get(key)) is not None:
             return known
         if self._waiting.total() >= _MOST_WAITING:
@@ -116,13 +74,47 @@ class Predictions:
         self._waiting[by] += 1
         try:
             with self._turn:
-                found = self._kept.get(key) or self.predict(command, options)
+                found = self._kept.get(key) or self.predict(command, given)
                 self._kept[key] = found
                 while len(self._kept) > _MOST_KEPT:
                     self._kept.popitem(last=False)
                 return found
         finally:
             self._waiting[by] -= 1
+
+    def predict(self, command: Command, options: Document) -> Document:
+        """Return the document of a command for its options, all of them, given or at their defaults.
+
+        Raises the command's errors, and ``ServiceError`` after a timeout.
+        """
+        work = {"command": command, "options": options, "storage": self.storage}
+        with OneShot(self.module, work, os.environ, Path(os.devnull)) as process:
+            self._running = process
+            try:
+                if self._is_closing:
+                    process.kill()
+                answer = process.answer(dict[str, Any], self.most_seconds)
+            except TooLateError as error:
+                raise ServiceError(
+                    f"the prediction took longer than {self.most_seconds:.0f} s",
+                    "ask for a smaller effective batch or fewer settings, or run the command without --server",
+                    status=503,
+                ) from error
+            except NoAnswerError as error:
+                message = "the prediction was ended: it needed too much memory, or the service ends"
+                raise ServiceError(message, "run the command without --server", status=503) from error
+            finally:
+                self._running = None
+        if "problem" in answer:
+            raise error_of(answer["problem"])
+        document: Document = answer["document"]
+        return document
+
+    def close(self) -> None:
+        """End the prediction under way, and those that wait."""
+        self._is_closing = True
+        if (process := self._running) is not None:
+            process.kill()
 
 
 def _read(command: Command, document: Any, data_folders: Sequence[Path]) -> Document:

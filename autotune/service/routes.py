@@ -23,7 +23,6 @@ from autotune.results.text import summary_lines
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.openapi import SearchDocument, SearchesDocument, prediction_body, search_body, verification_body
-from autotune.service.predictions import Predictions
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, describe_devices
 from autotune.store.queue import JOB_STATES, JobRecord, JobState
@@ -242,10 +241,10 @@ def predict(
     document: Annotated[
         dict[str, Any], Body(examples=[{"model": "bert-large-uncased", "effective_batch": 64, "gpu": ["rtx-3090"]}])
     ],
-    request: Request, token: Reader,
+    token: Reader, searches: Known,
 ) -> Document:  # fmt: skip
     """Return the document of ``autotune predict --json``; takes the options of the command, runs nothing on a GPU."""
-    return cast("Predictions", request.app.state.predictions).answer(document, token.name)
+    return searches.predictions.answer(document, token.name)
 
 
 @router.post("/v1/advise", tags=["predict"], openapi_extra=prediction_body("advise"))
@@ -253,10 +252,10 @@ def advise(
     document: Annotated[
         dict[str, Any], Body(examples=[{"model": "gpt2-medium", "effective_batch": 64, "price": ["l4=0.7"]}])
     ],
-    request: Request, token: Reader,
+    token: Reader, searches: Known,
 ) -> Document:  # fmt: skip
     """Compare GPUs to rent as ``autotune advise`` does: its JSON document, and the lines of its text."""
-    return cast("Predictions", request.app.state.predictions).answer(document, token.name, "advise")
+    return searches.predictions.answer(document, token.name, "advise")
 
 
 @router.post("/v1/verify", name="submit", tags=["verify"], status_code=202, openapi_extra=verification_body())

@@ -65,8 +65,6 @@ class Runner:
     """The folders whose models and datasets requests may name."""
     lost: int = 0
     """Attempts whose process or node was lost, since the start."""
-    also_ends: list[Callable[[], None]] = field(default_factory=list)
-    """Called by ``close``, before the running jobs are ended."""
     _running: dict[str, _Running] = field(default_factory=dict)
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
@@ -130,8 +128,6 @@ class Runner:
     def close(self) -> None:
         """Start no more jobs, end the local ones, and record their ends."""
         self._is_closing = True
-        for end in self.also_ends:
-            end()
         self._wake.set()
         if self._thread is not None:
             self._thread.join()

@@ -24,6 +24,7 @@ from autotune.results.study_view import trial_view
 from autotune.results.wording import rate_unit
 from autotune.service.change_events import ChangeEvents
 from autotune.service.openapi import SearchDocument
+from autotune.service.predictions import Predictions
 from autotune.service.requests import (
     VERIFIES,
     Listed,
@@ -65,6 +66,7 @@ class Searches:
     """What may be searched by name."""
     is_closing: bool = False
     runner: Runner = field(init=False)
+    predictions: Predictions = field(init=False)
     _naming: threading.Lock = field(default_factory=threading.Lock)
     """Held while a study's name is chosen and the job is added: one thread at a time."""
     _result_lines: dict[str, str] = field(default_factory=dict)
@@ -72,6 +74,12 @@ class Searches:
 
     def __post_init__(self) -> None:
         self.runner = Runner(self.store, self.storage, self.engine, self.changes, lambda: self.codes, self.data_folders)
+        self.predictions = Predictions(self.storage, self.data_folders)
+
+    def close(self) -> None:
+        """End the predictions and the local searches, and record the ends of these."""
+        self.predictions.close()
+        self.runner.close()
 
     # Taking in
 

@@ -21,9 +21,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.engine.local import LocalEngine
 from autotune.engine.work import Engine
 from autotune.service.access import OncePerMinute, limited_protocol, raise_open_files
-from autotune.service.app import WithDashboard, make_app
-from autotune.service.pages import add_pages
-from autotune.service.predictions import Predict, PredictionProcess
+from autotune.service.app import make_app
 from autotune.service.requests import read_listed_code
 from autotune.service.runner import held
 from autotune.service.searches import Searches
@@ -107,7 +105,7 @@ def steady_clock() -> Callable[[], datetime]:
     return lambda: start + timedelta(seconds=time.monotonic() - began)
 
 
-def serve(settings: Settings, ready: Callable[[str, str | None], None], predict: Predict | None = None) -> None:
+def serve(settings: Settings, ready: Callable[[str, str | None], None]) -> None:
     """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and a new token, ``None`` where there are tokens.
 
     Raises ``InvalidRequestError`` for impossible settings, and the ``StorageError`` of ``open_store``.
@@ -129,17 +127,9 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None], predict:
         leave_syncing_to_checkpoints(store.engine)
         store.queue.clock = steady_clock()
         searches = Searches(store, settings.storage, _engine(settings), data_folders=settings.data_folders, codes=codes)
-        if isinstance(predict, PredictionProcess):
-            searches.runner.also_ends.append(predict.close)
-        app = make_app(
-            searches,
-            names=[f"[{settings.host}]" if ":" in settings.host else settings.host, *settings.names],
-            extend=add_pages,
-            around=lambda app: WithDashboard(app, store),
-            predict=predict,
-        )
+        own_name = f"[{settings.host}]" if ":" in settings.host else settings.host
         config = uvicorn.Config(
-            app,
+            make_app(searches, [own_name, *settings.names]),
             log_config=None,
             access_log=False,
             lifespan="on",
@@ -193,7 +183,7 @@ async def _run(
         await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
     finally:
         asked.cancel()
-        await asyncio.to_thread(searches.runner.close)
+        await asyncio.to_thread(searches.close)
         server.should_exit = searches.is_closing = True
         await serving
         for task in beside:

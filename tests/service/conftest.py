@@ -11,7 +11,6 @@ from starlette.testclient import TestClient
 from autotune.core.device import Device
 from autotune.service import routes
 from autotune.service.app import make_app
-from autotune.service.pages import add_pages
 from autotune.service.searches import Searches
 from autotune.store.opening import open_store
 from autotune.store.repository import Store
@@ -59,11 +58,10 @@ def store(searches: Searches) -> Store:
 
 
 @pytest.fixture
-def server(searches: Searches) -> Iterator[TestClient]:
+def server(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """A client without a token."""
-    with TestClient(
-        make_app(searches, extend=add_pages, predict=predict), base_url=URL, follow_redirects=False
-    ) as client:
+    monkeypatch.setattr(searches.predictions, "predict", predict)
+    with TestClient(make_app(searches), base_url=URL, follow_redirects=False) as client:
         yield client
 
 

@@ -129,7 +129,7 @@ def record_answers(storage: str, *requests: Document) -> str:
 
 def predict(command: str, options: Document) -> Document:
     """Stands in for a prediction; says what it was asked."""
-    if options["gpu"] == ("unknown",):
+    if options["gpu"] == ["unknown"]:
         raise InvalidRequestError("--gpu 'unknown' is not known", "known are many")
     PREDICTED.append(options)
     return {"predicted": True, "model": options["model"], "gpus": list(options["gpu"] or ())}

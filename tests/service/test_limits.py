@@ -22,7 +22,7 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.errors import ServiceError, StorageError
 from autotune.service import access, routes
 from autotune.service.access import OncePerMinute
-from autotune.service.predictions import PredictionProcess, Predictions
+from autotune.service.predictions import Predictions
 from autotune.service.searches import Searches
 from autotune.service.server import Settings, serve
 from autotune.store.records import StudyRecord
@@ -184,9 +184,9 @@ child.wait()
 """)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for most_seconds in (2.0, 20.0, 100.0):
-        predict = PredictionProcess("a.db", most_seconds=most_seconds, module="sleeps_twice")
+        predictions = Predictions("a.db", most_seconds=most_seconds, module="sleeps_twice")
         with pytest.raises(ServiceError, match=f"took longer than {most_seconds:.0f} s") as told:
-            predict("predict", {"model": "gpt2"})
+            predictions.predict("predict", {"model": "gpt2"})
         assert told.value.status == 503
         # On a busy machine it may not have begun by then.
         if pids.exists() and len(pids.read_text().split()) == 2:
@@ -197,23 +197,24 @@ child.wait()
 def test_a_prediction_under_way_ends_with_the_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sleeps_long.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    predict = PredictionProcess("a.db", module="sleeps_long")
+    predictions = Predictions("a.db", module="sleeps_long")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(predict, "predict", {"model": "gpt2"})
-        assert wait_until(lambda: bool(predict._running))
-        predict.close()
+        waiting = pool.submit(predictions.predict, "predict", {"model": "gpt2"})
+        assert wait_until(lambda: predictions._running is not None)
+        predictions.close()
         with pytest.raises(ServiceError, match="the prediction was ended"):
             waiting.result(60)
 
 
-def test_a_token_has_two_predictions_under_way_at_most() -> None:
+def test_a_token_has_two_predictions_under_way_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
 
     def predict(command: object, options: object) -> dict[str, object]:
         is_over.wait(60)
         return {}
 
-    predictions = Predictions(predict)
+    predictions = Predictions("a.db")
+    monkeypatch.setattr(predictions, "predict", predict)
     with ThreadPoolExecutor(3) as pool:
         asked = [
             pool.submit(predictions.answer, {"model": "gpt2", "gpu": ["rtx-3090"], "seq_len": length}, "ann")

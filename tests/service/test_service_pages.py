@@ -19,6 +19,7 @@ from autotune.core.errors import StorageError
 from autotune.core.placement import this_owner
 from autotune.core.units import GIB
 from autotune.service.access import COOKIE
+from autotune.service.app import make_app
 from autotune.service.searches import Searches
 from autotune.store.leases import name_of_study
 from autotune.store.queue import Needs
@@ -157,14 +158,21 @@ def test_html_in_every_name_is_shown_as_text(visitor: TestClient, store: Store, 
         assert "<b>" not in text
 
 
-def test_errors_are_pages_for_browsers_and_documents_for_programs(visitor: TestClient) -> None:
-    shown = visitor.get("/nothing", headers={"Accept": "text/html"})
+def test_errors_are_pages_for_browsers_and_documents_for_programs(
+    visitor: TestClient, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    browser = {"Accept": "text/html"}
+    shown = visitor.get("/nothing", headers=browser)
     assert (shown.status_code, "There is nothing here" in shown.text) == (404, True)
     assert visitor.get("/nothing").json()["detail"] == "there is nothing at /nothing"
-    assert visitor.get("/v1/searches/x", headers={"Accept": "text/html"}).json()["status"] == 404
+    assert visitor.get("/v1/searches/x", headers=browser).json()["status"] == 404
+    assert "page: Input should be a valid integer" in visitor.get("/searches?page=x", headers=browser).text
+    monkeypatch.setattr(store.queue, "listed", None)
+    with TestClient(visitor.app, URL, raise_server_exceptions=False, cookies=visitor.cookies) as failing:
+        assert "<h1>This did not work" in failing.get("/searches", headers=browser).text
     visitor.post("/session/end")
     visitor.cookies.clear()
-    gone = visitor.post("/searches", data=LARGE, headers={"Accept": "text/html"})
+    gone = visitor.post("/searches", data=LARGE, headers=browser)
     assert (gone.status_code, "<h1>Sign in</h1>" in gone.text) == (401, True)
 
 
@@ -267,13 +275,9 @@ def test_pages_ask_this_service_alone(visitor: TestClient) -> None:
 def test_the_optuna_dashboard_is_for_those_who_have_a_token(
     searches: Searches, store: Store, on_gpu: StandInEngine, writer: TestClient
 ) -> None:
-    from autotune.service.app import WithDashboard, make_app
-    from autotune.service.pages import add_pages
-
     writer.post("/v1/searches", json=LARGE)
     run_recorded(searches, on_gpu)
-    app = make_app(searches, extend=add_pages, around=lambda app: WithDashboard(app, store))
-    with TestClient(app, base_url=URL, follow_redirects=False) as client:
+    with TestClient(make_app(searches), base_url=URL, follow_redirects=False) as client:
         assert client.get("/dashboard").headers["location"] == "/"
         assert client.get("/api/studies").status_code == 303
         client.post("/session", data={"token": store.queue.add_token("bob", "read")})

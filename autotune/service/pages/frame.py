@@ -1,21 +1,19 @@
-"""Render pages in the frame that all share, each part once for all who ask; show errors as pages, sign a browser in."""
+"""Render pages in the frame that all share, each part once for all who ask; sign a browser in."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, cast
 from urllib.parse import parse_qsl, quote
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from markupsafe import Markup
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 
 from autotune.core.errors import AutotuneError, ServiceError
 from autotune.results.html import FOLDER, environment
@@ -60,35 +58,6 @@ async def form_fields(request: Request) -> dict[str, str]:
     """Return the fields of a posted form."""
     body = (await request.body()).decode("utf-8", "replace")
     return dict(parse_qsl(body, keep_blank_values=True))
-
-
-_Handler = Callable[[Request, Any], Response | Awaitable[Response]]
-
-
-def show_errors_as_pages(app: FastAPI) -> None:
-    """Answer errors with a page where a browser asks for one; the API keeps its problem documents."""
-    for kind in (AutotuneError, RequestValidationError, HTTPException):
-        app.add_exception_handler(kind, _page_or(app.exception_handlers[kind]))
-
-
-def _page_or(answer: _Handler) -> _Handler:
-    """Return an error handler that answers browsers with a page, others by ``answer``."""
-
-    def handle(request: Request, error: Exception) -> Response | Awaitable[Response]:
-        is_page = not request.url.path.startswith(("/v1/", "/parts/", "/assets/"))
-        if not is_page or "text/html" not in request.headers.get("accept", ""):
-            return answer(request, error)
-        match error:
-            case AutotuneError():
-                told = error
-            case HTTPException(status_code=404):
-                told = ServiceError("there is no such page", "go back to the searches", status=404)
-            case _:
-                status = error.status_code if isinstance(error, HTTPException) else 422
-                told = ServiceError(str(getattr(error, "detail", "the request cannot be read")), status=status)
-        return error_page(told)
-
-    return handle
 
 
 # What changes without a notification, such as a device whose process has ended, may be so old.
