@@ -113,9 +113,6 @@ class LocalExecutor:
         """Wait until a server sends something or reaches its deadline."""
         servers = [running.server for running in self._running.values()]
         seconds = min(server.seconds_left() or 0.0 for server in servers)
-        if len(servers) == 1:
-            servers[0].listen(seconds)
-            return
         wait_until_ready([server.fd for server in servers if server.fd is not None], timeout_seconds=seconds)
         for server in servers:
             server.listen(0.0)

@@ -42,49 +42,45 @@ class TooLateError(TrialServerError):
 
 
 class OneShot:
-    """A child process for one job. Entering starts it; leaving ends it, and removes every file of it."""
+    """A child process for one job. Closing it, or leaving it as a context, ends it and removes every file of it."""
 
     def __init__(self, module: str, work: object, environment: Mapping[str, str], log_path: Path) -> None:
-        """Prepare ``python -m module`` for some work. The process also gets an empty ``output_dir``."""
-        self._module = module
-        self._work = work
-        self._environment = environment
-        self._log_path = log_path
-        self._stack = contextlib.ExitStack()
-        self._process: ChildProcess | None = None
+        """Start ``python -m module`` for some work. The process also gets an empty ``output_dir``.
 
-    def __enter__(self) -> Self:
+        Raises ``TrialServerError`` where no process can be started.
+        """
+        self._log_path = log_path
         with contextlib.ExitStack() as stack:
             scratch = make_scratch("autotune-")
             stack.callback(scratch.remove)
             try:
-                self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self._log_path, "wb", opener=private_opener) as log:
-                    environment = {**self._environment, "TMPDIR": scratch.temporary}
-                    self._process = process = ChildProcess(self._module, log, environment)
+                log_path.parent.mkdir(parents=True, exist_ok=True)
+                with open(log_path, "wb", opener=private_opener) as log:
+                    self._process = ChildProcess(module, log, {**environment, "TMPDIR": scratch.temporary})
             except OSError as error:
                 raise TrialServerError(
-                    f"no process could be started: {error}", f"make room beside {self._log_path}"
+                    f"no process could be started: {error}", f"make room beside {log_path}"
                 ) from error
-            stack.callback(process.end)
-            job = {"work": encode(self._work), "output_dir": scratch.output_dir}
+            stack.callback(self._process.end)
+            job = {"work": encode(work), "output_dir": scratch.output_dir}
             # Sending fails where the process ended at once; its log says why.
-            process.send(job, time.monotonic() + _WRITE_SECONDS)
-            process.close_input()
-            self._stack = stack.pop_all()
+            self._process.send(job, time.monotonic() + _WRITE_SECONDS)
+            self._process.close_input()
+            self.close = stack.pop_all().close
+            """Ends the process, and removes its files."""
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.close()
 
     def kill(self) -> None:
         """End the process; a waiting ``answer`` raises."""
-        if self._process is not None:
-            self._process.kill()
+        self._process.kill()
 
     def answer(self, kind: type[T], timeout_seconds: float) -> T:
         """Wait for the answer and decode it. Raises ``TrialServerError`` where none comes in time."""
-        assert self._process is not None
         said = self._process.read_to_end(time.monotonic() + timeout_seconds)
         if said is None:
             raise TooLateError(f"no answer came within {timeout_seconds:.0f} s", f"see {self._log_path}")
@@ -186,7 +182,6 @@ class GpuInspection:
     def __init__(self, placement: Placement, convolves: bool) -> None:
         self._placement = placement
         self._work = GpuWork(placement.device.uuid, convolves=convolves, ranks=placement.ranks)
-        self._stack = contextlib.ExitStack()
         self._process: OneShot | None = None
         self._used_before: int | None = None
         self._kept: GpuFacts | None = None
@@ -201,8 +196,7 @@ class GpuInspection:
             self._has_log = log_folder is not None
             log_path = log_folder / "inspect_gpu.log" if log_folder is not None else Path(os.devnull)
             environment = server_environment(self._placement, os.environ, offline=True)
-            process = OneShot(_MODULE, self._work, environment, log_path)
-            self._process = self._stack.enter_context(process)
+            self._process = OneShot(_MODULE, self._work, environment, log_path)
 
     def finish(self) -> GpuFacts | None:
         """Wait for the answer and end the process. Raises ``TrialServerError`` without an answer.
@@ -234,8 +228,9 @@ class GpuInspection:
 
     def close(self) -> None:
         """End the process if it still runs."""
-        self._stack.close()
-        self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.close()
 
 
 def with_gpu_facts(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:

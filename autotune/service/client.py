@@ -96,7 +96,7 @@ def _pinned_certificate() -> str | None:
 class Client:
     """A service at a URL. The token is in the URL's fragment (``#token=…``) or in AUTOTUNE_TOKEN."""
 
-    def __init__(self, url: str, token: str | None = None, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
+    def __init__(self, url: str, token: str | None = None) -> None:
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             if not re.fullmatch(r"[A-Za-z0-9._:%-]+", (parts.hostname or "").encode("idna").decode()):
@@ -120,7 +120,7 @@ class Client:
             self._http = httpx2.Client(
                 base_url=self.url,
                 headers=headers,
-                timeout=timeout_seconds,
+                timeout=_TIMEOUT_SECONDS,
                 verify=_tls_context() if parts.scheme == "https" else False,
                 trust_env=False,
             )
@@ -152,13 +152,11 @@ class Client:
         path: str,
         body: Any = None,
         *,
-        headers: Mapping[str, str] | None = None,
         query: Mapping[str, Any] | None = None,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> Any:
         """Send a request and return its JSON or text, ``None`` for an empty response; raise a problem's error."""
-        limit = httpx2.USE_CLIENT_DEFAULT if timeout_seconds is None else timeout_seconds
-        response = self._answer(method, path, json=body, params=query, headers=dict(headers or {}), timeout=limit)
+        response = self._answer(method, path, json=body, params=query, timeout=timeout_seconds)
         kind = response.headers.get("content-type", "").partition(";")[0].strip()
         is_json = kind == "application/json" or kind.endswith("+json")
         if not response.content:

@@ -163,9 +163,15 @@ async def _run(
     """Run the HTTP server until a signal, then end the searches and close."""
     is_to_end = asyncio.Event()
 
+    def end() -> None:
+        """End the server, and the event streams before it."""
+        server.should_exit = searches.is_closing = True
+        searches.changes.notify_all()
+
     def stop() -> None:
         # Whoever asks twice does not want to wait for the searches.
-        server.should_exit |= is_to_end.is_set()
+        if is_to_end.is_set():
+            end()
         is_to_end.set()
 
     loop = asyncio.get_running_loop()
@@ -174,9 +180,7 @@ async def _run(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
-    beside = [asyncio.create_task(_release_listeners(searches, server))]
-    if keep is not None:
-        beside.append(asyncio.create_task(searches.forget_hourly(keep)))
+    forgetting = asyncio.create_task(searches.forget_hourly(keep)) if keep is not None else None
     asked = asyncio.create_task(is_to_end.wait())
     try:
         ready()
@@ -184,19 +188,10 @@ async def _run(
     finally:
         asked.cancel()
         await asyncio.to_thread(searches.close)
-        server.should_exit = searches.is_closing = True
+        end()
         await serving
-        for task in beside:
-            task.cancel()
-
-
-async def _release_listeners(searches: Searches, server: _Server) -> None:
-    """End event streams when the server is about to end."""
-    while True:
-        if server.should_exit:
-            searches.is_closing = True
-            searches.changes.notify_all()
-        await asyncio.sleep(0.2)
+        if forgetting is not None:
+            forgetting.cancel()
 
 
 def _engine(settings: Settings) -> Engine:
