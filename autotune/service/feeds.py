@@ -198,16 +198,11 @@ class Feeds:
         if sum(feed.listeners for feed in self._followed.values()) >= MOST_LISTENERS:
             raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
 
-    def changes(self, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield a message at once, and whenever the queue or the devices changed."""
-        return self._messages(ANY_CHANGE, 0, token)
+    async def messages(self, key: str, token: TokenRecord, after: int = 0) -> AsyncIterator[bytes]:
+        """Yield the events of the job whose id is ``key``, after a number and until its end.
 
-    def search(self, job_id: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield the events of a search after this number, until its end."""
-        return self._messages(job_id, after, token)
-
-    async def _messages(self, key: str, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield the messages of a feed, starting it for the first listener."""
+        For ``ANY_CHANGE`` yield a message at once, and whenever the queue or the devices changed.
+        """
         feed = self._followed.get(key)
         if feed is None or feed.is_over:
             kind = _Changes if key == ANY_CHANGE else _Search

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,8 @@ class Runner:
     storage: str
     engine: Engine
     changes: ChangeEvents
-    codes: Callable[[], Mapping[str, Code]]
-    """Returns the listed code by name."""
+    codes: Mapping[str, Code]
+    """The listed code by name."""
     data_folders: Sequence[Path] = ()
     """The folders whose models and datasets requests may name."""
     lost: int = 0
@@ -221,7 +221,7 @@ class Runner:
         study = str(verified) if verified is not None else job.study
         code = None
         if (name := job.request.get("code")) is not None:
-            code = self.codes().get(name)
+            code = self.codes.get(name)
             if code is None:
                 raise InvalidRequestError(f"the code {name!r:.80} is not listed any more", "have the operator list it")
         kind: WorkKind = "search" if verified is None else "verify"

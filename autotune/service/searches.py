@@ -73,7 +73,7 @@ class Searches:
     """A line for the result of each finished job, by id; kept, since long lists are shown often."""
 
     def __post_init__(self) -> None:
-        self.runner = Runner(self.store, self.storage, self.engine, self.changes, lambda: self.codes, self.data_folders)
+        self.runner = Runner(self.store, self.storage, self.engine, self.changes, self.codes, self.data_folders)
         self.predictions = Predictions(self.storage, self.data_folders)
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ def test_a_search_of_listed_code_is_queued_under_its_name_alone(
     writer: TestClient, searches: Searches, codes: dict[str, Code], on_cpu: StandInEngine
 ) -> None:
     assert "its operator lists some" in writer.post("/v1/searches", json={"code": "glue"}).json()["hint"]
-    searches.codes = codes
+    searches.codes.update(codes)
     told = writer.post("/v1/searches", json={"code": "glue"})
     assert told.status_code == 202, told.text
     assert (told.json()["study"], told.json()["request"]) == ("glue", {"code": "glue"})
@@ -107,7 +107,7 @@ def test_the_form_offers_what_is_listed(writer: TestClient, searches: Searches, 
     token = client.headers["Authorization"].removeprefix("Bearer ")
     client.post("/session", data={"token": token})
     assert "Listed code" not in client.get("/").text
-    searches.codes = codes
+    searches.codes.update(codes)
     page = client.get("/").text
     assert '<option value="glue">' in page
     assert client.post("/searches", data={"code": "mine", "model": ""}).status_code == 303
