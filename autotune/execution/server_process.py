@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from autotune.core.candidate import Document
@@ -30,29 +29,21 @@ LEAVE_SECONDS = 10.0
 _LOADED = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
-@dataclass(frozen=True)
-class Imports:
-    """What a server has imported and under which circumstances; a search can use a server of equal imports."""
+Imports = tuple[object, ...]
+"""What a server has imported, and its circumstances; a search can use a server of equal imports."""
 
-    uses_datasets: bool
-    uses_adapters: bool
-    environment: Mapping[str, str]
-    versions: tuple[str | None, ...]
 
-    @staticmethod
-    def of(workload: Workload | None, environment: Mapping[str, str]) -> Imports | None:
-        """Return the imports for a workload; ``None`` for the user's own code, which may need any package.
+def _imports_for(workload: Workload | None, environment: Mapping[str, str]) -> Imports | None:
+    """Return the imports for a workload; ``None`` for the user's own code, which may need any package.
 
-        No workload means a workload without dataset and adapters.
-        """
-        if workload is not None and workload.source is not None:
-            return None
-        return Imports(
-            uses_datasets=workload is not None and workload.data is not None,
-            uses_adapters=workload is not None and bool(workload.peft or workload.quantize),
-            environment=dict(environment),
-            versions=_loaded_versions(),
-        )
+    No workload means a workload without dataset and adapters.
+    """
+    if workload is None:
+        return False, False, dict(environment), _loaded_versions()
+    if workload.source is not None:
+        return None
+    has_adapters = bool(workload.peft or workload.quantize)
+    return workload.data is not None, has_adapters, dict(environment), _loaded_versions()
 
 
 def _loaded_versions() -> tuple[str | None, ...]:
@@ -110,7 +101,7 @@ class WarmServer:
         self._end_idle()
         variables = server_environment(placement, environment, offline=True)
         with contextlib.suppress(OSError):
-            self._idle = StartedServer(Path(os.devnull), variables, Imports.of(None, variables))
+            self._idle = StartedServer(Path(os.devnull), variables, _imports_for(None, variables))
             self._idle.send({"workload": None, "is_plain": True}, time.monotonic() + LEAVE_SECONDS)
 
     def inspection(self, placement: Placement, *, convolves: bool) -> GpuInspection:
@@ -186,7 +177,8 @@ class ServerProcess:
     ) -> None:
         self.placement = placement
         self.workload = workload
-        self.log_path = log_folder / "server.log"
+        """With the facts of its dataset once it was read."""
+        self.server_log = log_folder / "server.log"
         """Where the server's own output goes."""
         self._on_start = on_start
         self._warm = warm
@@ -194,16 +186,6 @@ class ServerProcess:
         self._was_idle = False
         # Of jobs that have not ended, by their ids.
         self._children: dict[str, Started] = {}
-
-    @property
-    def starts_at_once(self) -> bool:
-        """Whether the process starts ahead of its first use; with ``on_start`` it does not."""
-        return self._on_start is None
-
-    @property
-    def is_started(self) -> bool:
-        """Whether there is a process, ready or not."""
-        return self._server is not None
 
     @property
     def fd(self) -> int | None:
@@ -215,14 +197,14 @@ class ServerProcess:
         child = self._children.get(job_id)
         return child.pids if child is not None else ()
 
-    def start(self) -> None:
+    def start_process(self) -> None:
         """Start the process, or take the idle one. Its imports overlap with the caller's next work.
 
         Raises ``TrialServerError`` where no process can be started.
         """
         environment = self._environment()
         # Reading versions takes milliseconds, and only a search that may leave its server to the next one needs them.
-        imports = Imports.of(self.workload, environment) if self._warm is not None else None
+        imports = _imports_for(self.workload, environment) if self._warm is not None else None
         self._server = self._warm.take(imports) if self._warm is not None else None
         self._was_idle = self._server is not None
         on_start, self._on_start = self._on_start, None
@@ -230,7 +212,7 @@ class ServerProcess:
             if on_start is not None:
                 on_start()
             try:
-                self._server = StartedServer(self.log_path, environment, imports)
+                self._server = StartedServer(self.server_log, environment, imports)
             except OSError as error:
                 raise TrialServerError(
                     f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
@@ -245,13 +227,13 @@ class ServerProcess:
         """Send the workload; a server that was idle also gets the path of its log."""
         message: Document = {"workload": self.workload.document()}
         if self._was_idle:
-            message["log_path"] = str(self.log_path.absolute())
+            message["log_path"] = str(self.server_log.absolute())
         try:
             # As a line rather than an argument, which may not be longer than 128 KiB on Linux. A server that ends
             # before it has read it is noticed by whoever waits for it.
             self.send(message, time.monotonic() + _START_SECONDS)
         except BaseException:
-            self.close()
+            self.end_process()
             raise
 
     def _environment(self) -> dict[str, str]:
@@ -266,10 +248,10 @@ class ServerProcess:
         its imports fail, and where it ends or is not ready in time.
         """
         if self._server is not None and self._server.is_ready and not self._server.is_alive:
-            self.close()
+            self.end_process()
         is_new = self._server is None
         if is_new:
-            self.start()
+            self.start_process()
         deadline = time.monotonic() + _START_SECONDS
         was_replaced = False
         while self._server is not None and not self._server.is_ready:
@@ -279,18 +261,18 @@ class ServerProcess:
                 # An idle server may have ended because of earlier searches, so a new one is started. A new one
                 # that a signal killed is started again once.
                 was_replaced |= not self._was_idle
-                self.close()
-                self.start()
+                self.end_process()
+                self.start_process()
                 continue
             if messages is None or time.monotonic() > deadline:
-                self.close()
+                self.end_process()
                 raise TrialServerError(
-                    f"the trial server did not start: {tail(self.log_path) or 'it said nothing'}",
-                    f"its output is in {self.log_path}",
+                    f"the trial server did not start: {tail(self.server_log) or 'it said nothing'}",
+                    f"its output is in {self.server_log}",
                 )
             for line in messages:
                 if isinstance(line, ImportFailed):
-                    self.close()
+                    self.end_process()
                     raise _import_error(line)
                 if isinstance(line, Ready) and self._was_idle:
                     # It was taken while it still imported. It answers the workload with ``Adopted``.
@@ -330,12 +312,12 @@ class ServerProcess:
         """Hand an idle server back for the next search; end a busy one."""
         server = self._server
         if self._warm is None or server is None or not server.is_ready or self._children:
-            self.close()
+            self.end_process()
             return
         self._server = None
         self._warm.keep(server)
 
-    def close(self) -> None:
+    def end_process(self) -> None:
         """End the server and all its jobs, with their processes and files."""
         server, self._server = self._server, None
         if server is None:

@@ -63,7 +63,7 @@ class _UnderWay:
     has_ended: bool = False
 
 
-class TrialServer:
+class TrialServer(ServerProcess):
     """A context manager that owns a server, and with it every process that runs a job.
 
     The server starts on entering, in the background, so that its imports overlap with whatever the caller does next;
@@ -82,11 +82,9 @@ class TrialServer:
         warm: WarmServer | None = None,
         protection: ProtectionKind | None = None,
     ) -> None:
-        self.placement = Placement.of(placement) if isinstance(placement, Device) else placement
+        placement = Placement.of(placement) if isinstance(placement, Device) else placement
+        super().__init__(placement, workload, log_folder, on_start, warm)
         self._log_folder = log_folder
-        self._process = ServerProcess(self.placement, workload, log_folder, on_start, warm)
-        self.server_log = self._process.log_path
-        """Where the server's own output goes."""
         self._jobs: dict[str, _UnderWay] = {}
         self._data: HeldData | None = None
         self._looks = 0
@@ -94,19 +92,19 @@ class TrialServer:
         self._layer: Scratch | None = None
         """The folder of the files that the inspection of the user's own code wrote; its trials find them in place."""
         inspection_of = GpuInspection if warm is None else warm.inspection
-        self._gpu = inspection_of(self.placement, convolves=not workload.is_text)
+        self._gpu = inspection_of(placement, convolves=not workload.is_text)
 
     def __enter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
-        if self._process.starts_at_once:
-            self._process.start()
+        if self._on_start is None:
+            self.start_process()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._gpu.close()
         if any(not job.has_ended for job in self._jobs.values()):
             self.close()
-        self._process.release()
+        self.release()
         if self._data is not None:
             self._data.release()
             self._data = None
@@ -115,33 +113,23 @@ class TrialServer:
             self._layer = None
 
     @property
-    def workload(self) -> Workload:
-        """The workload, with the facts of its dataset once it was read."""
-        return self._process.workload
-
-    @property
     def data_folder(self) -> Path | None:
         """The folder of the prepared dataset; ``None`` without one."""
         return self._data.folder if self._data is not None else None
-
-    @property
-    def fd(self) -> int | None:
-        """The file descriptor of the server's messages; ``None`` without a server."""
-        return self._process.fd
 
     def start(self, *, inspects: bool = False) -> None:
         """Start the server if needed. Its imports overlap with the caller's next work.
 
         With ``inspects``, the GPU is inspected at the same time.
         """
-        if not self._process.is_started:
-            self._process.start()
+        if self._server is None:
+            self.start_process()
         if inspects:
             self._gpu.begin(self._log_folder)
 
     def close(self) -> None:
         """End the server and all its jobs; leave no process behind. The next job starts a new server."""
-        self._process.close()
+        self.end_process()
         self._lose_jobs(overdue=False)
 
     # Jobs of any kind
@@ -152,13 +140,13 @@ class TrialServer:
 
     def _send_job(self, job: Job, *, is_beside: bool) -> None:
         """Send a job once the server is ready. Jobs of a server that has died since are lost."""
-        if self._process.await_ready():
+        if self.await_ready():
             self._lose_jobs(overdue=False)
         if self.workload.source is not None:
             job = replace(job, protection=self._protected())
         deadline = time.monotonic() + job.timeout_seconds + _GRACE_SECONDS
         self._jobs[job.id] = _UnderWay(deadline, is_beside)
-        if not self._process.send({"job": job.document()}, deadline):
+        if not self.send({"job": job.document()}, deadline):
             self.close()
 
     def _protected(self) -> Protection:
@@ -184,10 +172,6 @@ class TrialServer:
             "deletes in every trial as it would by itself",
         )
 
-    def pids_of(self, job_id: str) -> tuple[int, ...]:
-        """Return the process ids of a running job, in the order of its ranks; an empty tuple otherwise."""
-        return self._process.pids_of(job_id)
-
     def seconds_left(self) -> float | None:
         """Return the seconds until the first deadline of the running jobs; ``None`` without any.
 
@@ -201,16 +185,16 @@ class TrialServer:
 
         A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
         """
-        if not self._process.is_started or all(job.has_ended for job in self._jobs.values()):
+        if self._server is None or all(job.has_ended for job in self._jobs.values()):
             return False
-        messages = self._process.read(time.monotonic() + (wait_seconds or 0.0))
+        messages = self.read(time.monotonic() + (wait_seconds or 0.0))
         if messages is None:
             self.close()
         elif messages:
             for line in messages:
                 self._take(line)
         elif self.seconds_left() == 0:
-            self._process.close()
+            self.end_process()
             self._lose_jobs(overdue=True)
         return bool(messages)
 
@@ -308,14 +292,14 @@ class TrialServer:
                 f"the data that was read into {folder} is gone again", "see who removes it, then search once more"
             )
         self._data = held
-        self._process.workload = self.workload.with_facts(held.facts)
+        self.workload = self.workload.with_facts(held.facts)
         return self.workload
 
     def run_as_inspected(self, workload: Workload) -> None:
         """Use this workload, with the result of its inspection, for trials; end an inspection of the GPU."""
         # With a remembered result, the process that inspects the GPU may still run. It would disturb the first trial.
         self._gpu.close()
-        self._process.workload = workload
+        self.workload = workload
 
     def discard_data(self) -> None:
         """Remove the prepared dataset, unless another search uses it."""

@@ -31,7 +31,7 @@ TOGETHER = Arm(strategy="ddp", ranks=2)
 
 def under_way(server: TrialServer) -> list[int]:
     """The ranks that the server runs."""
-    started = server._process._server
+    started = server._server
     assert started is not None
     return children(started.pid)
 
