@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -224,6 +224,10 @@ def make_export(report: Report) -> Export:
             exported |= cast("TunedArguments", rehearsal.evaluation.settings)
     else:
         exported = own_arguments(source, best.candidate)
+    order = arm.train_sampling_strategy
+    in_order = (
+        [f"samples come in another order, as --any-order allows: train_sampling_strategy={order}"] if order else []
+    )
     loading = {"attn_implementation": arm.attn_implementation, "dtype": report.workload["dtype"]}
     return Export(
         arguments=exported,
@@ -239,7 +243,7 @@ def make_export(report: Report) -> Export:
         lora=_lora_arguments(report.workload),
         bits=_bits_arguments(report.workload),
         environment=variables,
-        differs=(*_order_note(arm), *(look.sentences if look is not None else ())),
+        differs=(*in_order, *(look.sentences if look is not None else ())),
         applied_settings=applied,
         collator_multiple=multiple,
         divides_loss=measured.divides_loss,
@@ -252,12 +256,6 @@ def make_export(report: Report) -> Export:
         world_size=world_size,
         has_reentrant_off=major_minor(packages["transformers"]) >= _REENTRANT_OFF,
     )
-
-
-def _order_note(arm: Arm) -> list[str]:
-    """Return a note on the order of samples, where it is not the requested order."""
-    order = arm.train_sampling_strategy
-    return [f"samples come in another order, as --any-order allows: train_sampling_strategy={order}"] if order else []
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
@@ -276,53 +274,88 @@ _DIVIDES_ONCE = (5, 6)
 
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:
     """Return notes on settings that this form cannot contain, since they are no fields of ``TrainingArguments``."""
-    return [in_one_line(line) for line in (*export.differs, *_notes_outside(export, form))]
+    notes = [*export.differs, *_passing_notes(export), *_starting_notes(export, form), *made_by_hand(export)]
+    if export.framework == "trainer":
+        notes += _trainer_notes(export)
+    return [in_one_line(line) for line in (*notes, f"measured on {export.measured}")]
 
 
-def _notes_outside(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    """Return the notes of ``beside_lines`` before control characters are escaped."""
-    notes = _process_notes(export, form)
-    if form != "torchrun" and not (form == "cli" and export.template is not None):
-        in_file = launch_variables(export.candidate.arm) if form == "accelerate" else {}
-        notes += [
-            f"start the training with {name}={value} in its environment"
-            for name, value in export.variables.items()
-            if name not in in_file
-        ]
-    notes += _pinning_notes(export)
+def _passing_notes(export: Export) -> Iterator[str]:
+    """Yield notes on how the settings get to the user's own code."""
+    source, name, place = export.source, export.model, export.interface.place or "its file of settings"
     if export.task != "own":
-        notes += [*_deepspeed_notes(export, form), *made_by_hand(export), *_apply_notes(export)]
-    elif export.template is not None:
+        return
+    if export.template is not None:
         how = "write the values of --format json there, or train with autotune run"
-        notes = [*(f"{os.path.relpath(path)} has placeholders: {how}" for path in export.template.files), *notes]
-    elif export.source is not None and export.framework != "trainer":
-        notes = [*hand_over(export.source, export.arguments, export.candidate), *_loader_notes(export), *notes]
+        yield from (f"{os.path.relpath(path)} has placeholders: {how}" for path in export.template.files)
+        return
+    if source is not None and export.framework != "trainer":
+        yield from hand_over(source, export.arguments, export.candidate)
+        for key, size in (export.rehearsal.loader_batches if export.rehearsal is not None else {}).items():
+            at = os.path.basename(key.rpartition("#")[0])
+            yield f"set by hand: batch_size of the validation DataLoader at {at} = {size}"
+        return
+    if source is not None and source.kind != "script":
+        # A launcher's command line is without them.
+        yield f"hand them to {name} as its overrides" + (" (--format json)" if export.ranks > 1 else "")
+    elif export.interface.made_from == "file":
+        yield f"merge them into {place} (--format json), from which {name} reads its TrainingArguments"
+    elif export.interface.made_from == "code":
+        yield f"set them at {place}, where {name} makes its TrainingArguments (--format python)"
     else:
-        notes = [*_passing_notes(export), *notes, *_apply_notes(export), *_unmeasured_notes(export)]
-    return [*notes, f"measured on {export.measured}"]
+        yield f"give them to {name} after its other options (--format cli), where the last one counts"
+    launched = dict(source.variables if source is not None else ()).get("ACCELERATE_MIXED_PRECISION")
+    if launched is not None and export.candidate.arm.precision in ("fp32", "tf32"):
+        yield f"start it without --mixed_precision {launched}, which it was not measured with"
 
 
-def _loader_notes(export: Export) -> list[str]:
-    """Return notes on the batch sizes of validation data loaders that were found for a loop of the user's own."""
-    batches = export.rehearsal.loader_batches if export.rehearsal is not None else {}
-    return [
-        f"set by hand: batch_size of the validation DataLoader at {os.path.basename(key.rpartition('#')[0])} = {size}"
-        for key, size in batches.items()
-    ]
+def _starting_notes(export: Export, form: Format | LaunchFormat | None) -> Iterator[str]:
+    """Yield notes on how to start the processes, where the form does not: their number, environment, core, launcher."""
+    count, arm, core = export.processes, export.candidate.arm, export.cpu_core
+    if form == "accelerate" and export.on_cpu and count > 1:
+        yield f"on a CPU accelerate launch starts one process, without mpirun: use torchrun --nproc_per_node {count}"
+    elif count > 1 and form not in LAUNCH_FORMATS:
+        how = "as --format torchrun does" if export.ranks > 1 else "torchrun --nproc_per_node …"
+        yield f"start {count} processes: this is the batch of each ({how})"
+    if form != "torchrun" and not (form == "cli" and export.template is not None):
+        in_file = launch_variables(arm) if form == "accelerate" else {}
+        for name, value in export.variables.items():
+            if name not in in_file:
+                yield f"start the training with {name}={value} in its environment"
+    if core is not None and arm.dataloader_num_workers:
+        yield (
+            f"pin the training to core {core} with the first lines of --format python, which leave the processes free "
+            "that load data; taskset would pin these as well"
+        )
+    elif core is not None:
+        yield f"put taskset -c {core} before the training's command: all its threads ran on that one core"
+    if arm.zero_stage is not None and export.task != "own":
+        if count == 1 and form not in LAUNCH_FORMATS:
+            yield "start it by torchrun --nproc_per_node 1, as --format torchrun does"
+        yield "it needs DeepSpeed: pip install deepspeed"
+        yield "make the TrainingArguments before the model"
 
 
-def _unmeasured_notes(export: Export) -> list[str]:
-    """Return notes on arguments to leave out, and on what a run does beyond its first steps."""
-    unset = [name for name, value in export.arguments.items() if value is None]
-    notes = [f"leave {name} at its default, as it was measured" for name in unset]
+def _trainer_notes(export: Export) -> Iterator[str]:
+    """Yield notes on what is set at the ``Trainer``; for the user's own, also on what its first steps do not show."""
+    if export.applied_settings:
+        yield f"before it trains: {_IMPORT_APPLY}; {export.applied}"
+    elif export.applied:
+        why = ", since else nobody divides the loss by the accumulation" if export.divides_loss else ""
+        yield f"before it trains: {export.applied}{why}"
+    if export.task != "own":
+        return
+    for name, value in export.arguments.items():
+        if value is None:
+            yield f"leave {name} at its default, as it was measured"
     if export.rehearsal is not None:
-        return [*notes, *export.rehearsal.alarms, *export.rehearsal.sentences]
-    return [
-        *notes,
+        yield from (*export.rehearsal.alarms, *export.rehearsal.sentences)
+        return
+    yield (
         f"no evaluation was run: with {EVALUATION_BATCH} up to {export.candidate.per_device_train_batch_size} a batch "
         "of it needs less than training; what compute_metrics is given (the outputs for all samples, in the host's "
-        "memory) comes on top",
-    ]
+        "memory) comes on top"
+    )
 
 
 def made_by_hand(export: Export) -> list[str]:
@@ -343,68 +376,6 @@ def made_by_hand(export: Export) -> list[str]:
     return lines
 
 
-def _apply_notes(export: Export) -> list[str]:
-    """Return a note on how to apply settings without a field in ``TrainingArguments``."""
-    if not export.applied:
-        return []
-    if export.applied_settings:
-        return [f"before it trains: {_IMPORT_APPLY}; {export.applied}"]
-    why = ", since else nobody divides the loss by the accumulation" if export.divides_loss else ""
-    return [f"before it trains: {export.applied}{why}"]
-
-
-def _process_notes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    """Return a note on how many processes to start, where the form does not start them."""
-    count = export.processes
-    if form == "accelerate" and export.on_cpu and count > 1:
-        return [f"on a CPU accelerate launch starts one process, without mpirun: use torchrun --nproc_per_node {count}"]
-    if count == 1 or form in LAUNCH_FORMATS:
-        return []
-    how = "as --format torchrun does" if export.ranks > 1 else "torchrun --nproc_per_node …"
-    return [f"start {count} processes: this is the batch of each ({how})"]
-
-
-def _deepspeed_notes(export: Export, form: Format | LaunchFormat | None) -> list[str]:
-    """Return notes on what DeepSpeed needs besides the arguments."""
-    if export.candidate.arm.zero_stage is None:
-        return []
-    is_alone = export.processes == 1 and form not in LAUNCH_FORMATS
-    alone = ["start it by torchrun --nproc_per_node 1, as --format torchrun does"] if is_alone else []
-    return [*alone, "it needs DeepSpeed: pip install deepspeed", "make the TrainingArguments before the model"]
-
-
-def _passing_notes(export: Export) -> list[str]:
-    """Return notes on how the arguments get to the user's script or function with a Trainer."""
-    name, place = export.model, export.interface.place or "its file of settings"
-    if export.source is not None and export.source.kind != "script":
-        # A launcher's command line is without them.
-        how = f"hand them to {name} as its overrides" + (" (--format json)" if export.ranks > 1 else "")
-    elif export.interface.made_from == "file":
-        how = f"merge them into {place} (--format json), from which {name} reads its TrainingArguments"
-    elif export.interface.made_from == "code":
-        how = f"set them at {place}, where {name} makes its TrainingArguments (--format python)"
-    else:
-        how = f"give them to {name} after its other options (--format cli), where the last one counts"
-    variables = dict(export.source.variables) if export.source is not None else {}
-    launched = variables.get("ACCELERATE_MIXED_PRECISION")
-    if launched is None or export.candidate.arm.precision not in ("fp32", "tf32"):
-        return [how]
-    return [how, f"start it without --mixed_precision {launched}, which it was not measured with"]
-
-
-def _pinning_notes(export: Export) -> list[str]:
-    """Return a note on pinning the training to one core, where this was measured."""
-    core = export.cpu_core
-    if core is None:
-        return []
-    if export.candidate.arm.dataloader_num_workers:
-        return [
-            f"pin the training to core {core} with the first lines of --format python, which leave the processes free "
-            "that load data; taskset would pin these as well"
-        ]
-    return [f"put taskset -c {core} before the training's command: all its threads ran on that one core"]
-
-
 def _pinning_lines(export: Export) -> str:
     """Return Python code that pins the process before torch is imported, but not its forked children."""
     if export.cpu_core is None:
@@ -416,8 +387,11 @@ def _pinning_lines(export: Export) -> str:
     )
 
 
-def render(export: Export, form: Format) -> str:
-    """Return the export as text in a format, ending in a newline."""
+def render(export: Export, form: Format | LaunchFormat) -> str:
+    """Return the export as text in a form, ending in a newline.
+
+    Raises ``InvalidRequestError`` where one process was measured and a launcher would start another kind of training.
+    """
     match form:
         case "json":
             return json.dumps(export.arguments, indent=2) + "\n"
@@ -430,20 +404,7 @@ def render(export: Export, form: Format) -> str:
             return _python(export)
         case "env":
             return "".join(f"{name}={shlex.quote(value)}\n" for name, value in export.variables.items())
-
-
-def yaml_text(comments: Iterable[str], settings: Mapping[str, Any]) -> str:
-    """Return settings as YAML below some comments; JSON values are valid YAML, so nothing needs quoting."""
-    lines = [*(f"# {line}" for line in comments), *(f"{name}: {json.dumps(value)}" for name, value in settings.items())]
-    return "".join(f"{line}\n" for line in lines)
-
-
-def render_launch(export: Export, form: LaunchFormat) -> str:
-    """Return the launch command or configuration of the winner, ending in a newline.
-
-    Raises ``InvalidRequestError`` where one process was measured and a launcher would start another kind of training.
-    """
-    # Code with an Accelerator gets its precision from that file, also in one process.
+    # Code with an Accelerator gets its precision from accelerate's file, also in one process.
     is_accelerate = export.framework == "accelerate" and form == "accelerate"
     if not export.candidate.arm.needs_launcher and not is_accelerate:
         raise InvalidRequestError(
@@ -456,6 +417,12 @@ def render_launch(export: Export, form: LaunchFormat) -> str:
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     words += ["torchrun", "--standalone", "--nproc_per_node", str(export.processes), shlex.join(export.command)]
     return " ".join([*words, *(_flags(export) if export.takes_options else [])]) + "\n"
+
+
+def yaml_text(comments: Iterable[str], settings: Mapping[str, Any]) -> str:
+    """Return settings as YAML below some comments; JSON values are valid YAML, so nothing needs quoting."""
+    lines = [*(f"# {line}" for line in comments), *(f"{name}: {json.dumps(value)}" for name, value in settings.items())]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _accelerate_config(export: Export) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.units import format_bytes, format_rate, in_one_line
-from autotune.results.export import Export, beside_lines, hub_name, make_export, render, render_launch, yaml_text
+from autotune.results.export import Export, beside_lines, hub_name, make_export, render, yaml_text
 from autotune.results.forms import AnyForm, Recipe
 from autotune.results.report import Report
 from autotune.results.wording import rate_unit
@@ -36,18 +36,15 @@ def exported_text(report: Report, form: AnyForm) -> tuple[str, list[str]]:
     """
     made = make_export(report)
     match form:
-        case "torchrun" | "accelerate":
-            return render_launch(made, form), beside_lines(made, form)
-        case "trl" | "axolotl" | "llama-factory" | "model-card":
+        case "model-card":
+            return _model_card(report, made), []
+        case "trl" | "axolotl" | "llama-factory":
             return _render_recipe(report, made, form), []
-        case _:
-            return render(made, form), beside_lines(made, form)
+    return render(made, form), beside_lines(made, form)
 
 
 def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     """Return the winner as a recipe, with comments on settings that it cannot contain."""
-    if form == "model-card":
-        return _model_card(report, export)
     _check_expressible(export, form)
     makers = {"trl": _trl, "axolotl": _axolotl, "llama-factory": _llama_factory}
     settings = makers[form](export, report.workload)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,15 +87,21 @@ def expert_of(report: Report) -> Expert | None:
     largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)))
     candidate, speed, may_be_larger = largest.candidate, speed_of(largest), False
     farthest = _FARTHEST * candidate.per_device_train_batch_size
-    while (larger := _larger(report, candidate)) is not None:
-        is_near = larger.per_device_train_batch_size <= farthest
-        fits = _predicted_to_fit(report, plain, larger) if is_near else None
-        predicted = _predicted_speed(plain, larger) if fits else None
-        if predicted is None:
-            # Either it is known not to fit, or its memory or its speed is not known.
-            may_be_larger = fits is not False
+    # Of several accumulations of a batch, the last counts.
+    alike = {t.candidate.per_device_train_batch_size: t for t in plain if t.candidate.arm == candidate.arm}
+    measured = {batch: alike[batch].measurement for batch in sorted(alike)}
+    peaks = [(batch, each.judged_bytes(candidate.arm)) for batch, each in measured.items() if each is not None]
+    times = [(batch, batch / each.samples_per_second) for batch, each in measured.items() if each is not None]
+    while (larger := _larger(report, candidate)) is not None and not report.history.is_ruled_out(larger):
+        batch = larger.per_device_train_batch_size
+        is_known = len(peaks) > 1 and batch <= farthest
+        if is_known and not report.ceiling.fits(int(_on_line(peaks, batch))):
             break
-        candidate, speed = larger, predicted
+        # A larger batch that took no longer says nothing: the difference is noise.
+        if not is_known or (seconds := _on_line(times, batch)) <= times[-1][1]:
+            may_be_larger = True
+            break
+        candidate, speed = larger, batch / seconds
     best = report.speed(report.best)
     speedup = best.samples_per_second / speed if best is not None else None
     return Expert(candidate, speed, candidate == largest.candidate, may_be_larger, speedup)
@@ -137,40 +143,10 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
     return Candidate(candidate.arm, larger, batches.accumulation(larger)) if larger is not None else None
 
 
-def _predicted_to_fit(report: Report, tried: Sequence[Tried], larger: Candidate) -> bool | None:
-    """Return whether a larger batch is predicted to fit, by a line through two measured peaks; ``None`` without two."""
-    if report.history.is_ruled_out(larger):
-        return False
-    points = _values_by_batch(tried, larger.arm, lambda m: float(m.judged_bytes(larger.arm)))
-    if len(points) < 2:
-        return None
+def _on_line(points: Sequence[tuple[int, float]], at: int) -> float:
+    """Return the value at a larger batch, by a line through the two largest measured batches."""
     (b1, y1), (b2, y2) = points[-2:]
-    slope = (y2 - y1) / (b2 - b1)
-    return report.ceiling.fits(int(y2 + slope * (larger.per_device_train_batch_size - b2)))
-
-
-def _predicted_speed(tried: Sequence[Tried], larger: Candidate) -> float | None:
-    """Return the predicted speed at a larger batch, by a line through the two largest measured batches.
-
-    ``None`` where the larger batch took no longer: then the difference is noise.
-    """
-    points = _values_by_batch(tried, larger.arm, lambda m: 1 / m.samples_per_second)
-    (b1, s1), (b2, s2) = points[-2:]
-    slope = (b2 * s2 - b1 * s1) / (b2 - b1)
-    batch = larger.per_device_train_batch_size
-    return batch / (b2 * s2 + slope * (batch - b2)) if slope > 0 else None
-
-
-def _values_by_batch(
-    tried: Sequence[Tried], arm: Arm, value: Callable[[Measurement], float]
-) -> list[tuple[int, float]]:
-    """Return a value of each measured batch of an arm, by ascending batch; of several accumulations, the last's."""
-    points = {
-        t.candidate.per_device_train_batch_size: value(t.measurement)
-        for t in tried
-        if t.candidate.arm == arm and t.measurement is not None
-    }
-    return sorted(points.items())
+    return y2 + (y2 - y1) / (b2 - b1) * (at - b2)
 
 
 _OF_WEIGHTS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
@@ -224,34 +200,6 @@ class TrialView:
 
 
 @dataclass(frozen=True)
-class RunnerUp:
-    """The fastest candidate besides the best and the baseline."""
-
-    candidate: Candidate
-    ratio: float
-    """The speed of the best over its speed."""
-    log_half_width: float
-    """Half the 95 % interval of the ratio's logarithm."""
-    is_told_apart: bool
-    """Whether the interval leaves out 1."""
-    preference: str
-    """Why the best is preferred, where this was measured to be faster; empty where it was not."""
-
-    def describe(self) -> str:
-        """Return the comparison in words: ``1.04 ± 0.02 × the next fastest (64 × 1 bf16)``.
-
-        Where the two cannot be told apart, ``: not distinguishable`` follows, and why the best is preferred.
-        """
-        factor, other = math.exp(self.log_half_width), f"the next fastest ({self.candidate.describe()})"
-        words = f"{self.ratio:.2f} ± {self.ratio * self.log_half_width:.2f} × {other}"
-        if is_lopsided(1, 1 / factor, factor):
-            words = f"{self.ratio:.2f} × {other}, give or take {format_deviation(self.log_half_width)}"
-        if self.is_told_apart:
-            return words
-        return f"{words}: not distinguishable" + (f", and {self.preference}" if self.preference else "")
-
-
-@dataclass(frozen=True)
 class BestView(TrialView):
     """The winner, or the trial that leads while a search runs."""
 
@@ -261,7 +209,8 @@ class BestView(TrialView):
     """``per-device batch 32 × accumulation 2 × 4 devices, bf16``."""
     speed: Speed
     """With the 95 % interval of the next run."""
-    runner_up: RunnerUp | None
+    runner_up: str | None
+    """The comparison with the fastest candidate besides the best and the baseline; ``None`` without one."""
     limit_words: str | None
     """``None`` where the GPU's share was not measured."""
     utilization: float | None
@@ -398,10 +347,12 @@ def _compared_with(report: Report) -> tuple[str, float] | None:
     return (report.baseline_name, own.samples_per_second) if own is not None and not report.is_own_best else None
 
 
-def _runner_up(report: Report, best: Candidate, best_speed: Speed) -> RunnerUp | None:
+def _runner_up(report: Report, best: Candidate, best_speed: Speed) -> str | None:
     """Compare the winner with the fastest candidate besides it and the baseline.
 
-    ``None`` without such a candidate, or for ``max-batch``.
+    Return ``1.04 ± 0.02 × the next fastest (64 × 1 bf16)``. Where the two cannot be told apart, ``: not
+    distinguishable`` follows, and why the best is preferred to one that was faster. ``None`` without such a candidate,
+    or for ``max-batch``.
     """
     if report.study.request["objective"] != "throughput":
         return None
@@ -412,8 +363,14 @@ def _runner_up(report: Report, best: Candidate, best_speed: Speed) -> RunnerUp |
         return None
     speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
     gain = difference(speed.log_sample_seconds, best_speed.log_sample_seconds)
-    half_width = gain.half_width()
-    preference = ""
+    half_width, ratio = gain.half_width(), math.exp(gain.mean)
+    factor, other = math.exp(half_width), f"the next fastest ({candidate.describe()})"
+    words = f"{ratio:.2f} ± {ratio * half_width:.2f} × {other}"
+    if is_lopsided(1, 1 / factor, factor):
+        words = f"{ratio:.2f} × {other}, give or take {format_deviation(half_width)}"
+    if abs(gain.mean) > half_width:
+        return words
+    words += ": not distinguishable"
     if speed.samples_per_second > best_speed.samples_per_second:
-        preference = "your own settings need no change" if report.is_own_best else "the best is plainer"
-    return RunnerUp(candidate, math.exp(gain.mean), half_width, abs(gain.mean) > half_width, preference)
+        words += ", and your own settings need no change" if report.is_own_best else ", and the best is plainer"
+    return words

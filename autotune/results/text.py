@@ -91,7 +91,7 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
         how = f"did not complete{why}" if tried else "are predicted not to fit"
         lines.append(f"{view.report.baseline_name} {how}, so the speed-up is not known")
     if best.runner_up is not None:
-        lines.append(best.runner_up.describe())
+        lines.append(best.runner_up)
     if best.utilization is not None:
         precision = computed_in(best.candidate.arm.precision, view.report.workload["dtype"])
         rated = f"of the GPU's rated arithmetic in {precision} (MFU: products and attention, nothing twice)"

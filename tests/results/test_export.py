@@ -26,7 +26,7 @@ from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
-from autotune.results.export import Export, beside_lines, make_export, render, render_launch
+from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.results.forms import FORMATS
 from autotune.results.report import Report
 from autotune.space.training_arguments import TunedArguments, checkpointing_field
@@ -250,7 +250,7 @@ def test_a_loop_with_an_accelerator_gets_its_precision_from_a_file(tmp_path: Pat
     from accelerate.commands.config.config_args import load_config_from_file
 
     path = tmp_path / "accelerate.yaml"
-    path.write_text(render_launch(own_export("accelerate", world_size=world_size), "accelerate"))
+    path.write_text(render(own_export("accelerate", world_size=world_size), "accelerate"))
     loaded = load_config_from_file(str(path))
     assert (loaded.distributed_type, loaded.num_processes) == (kind, world_size)
     assert (loaded.mixed_precision, loaded.use_cpu) == ("bf16", True)
@@ -262,7 +262,7 @@ def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) 
     report = report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields)
     report.environment["host"] = {"usable_cores": 16}
     alone = make_export(report)
-    words = shlex.split(render_launch(alone, "torchrun"))
+    words = shlex.split(render(alone, "torchrun"))
     # The optimizer on the CPU uses all cores.
     assert words[0] == "OMP_NUM_THREADS=16"
     assert words[words.index("--nproc_per_node") + 1] == "1"
@@ -271,7 +271,7 @@ def test_deepspeed_is_started_by_a_launcher_also_alone(fields: tuple[str, ...]) 
     assert any("torchrun --nproc_per_node 1" in line for line in beside_lines(alone))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "accelerate.yaml"
-        path.write_text(render_launch(alone, "accelerate"))
+        path.write_text(render(alone, "accelerate"))
         config = load_config_from_file(str(path))
     assert (config.distributed_type, config.num_processes) == ("DEEPSPEED", 1)
     # What the argument says is not said twice.
@@ -287,13 +287,13 @@ def test_an_offloading_winner_for_several_devices_is_started_on_all_of_them(fiel
     report = report_of(Candidate(Arm("bf16", strategy="zero2-offload"), 4, 2), "cuda", fields)
     report.environment["host"] = {"usable_cores": 16}
     report.study.request["world_size"] = 4
-    words = shlex.split(render_launch(make_export(report), "torchrun"))
+    words = shlex.split(render(make_export(report), "torchrun"))
     assert (words[0], words[words.index("--nproc_per_node") + 1]) == ("OMP_NUM_THREADS=4", "4")
 
 
 def test_other_code_in_one_process_needs_no_launcher() -> None:
     with pytest.raises(InvalidRequestError, match="this study measured one"):
-        render_launch(own_export("lightning"), "accelerate")
+        render(own_export("lightning"), "accelerate")
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_the_users_own_script_is_launched_with_its_own_options(source: dict[str,
     made = report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 8, 2), "cpu", ("bf16",))
     source = {**SOURCE, "interface": {"from": "flags"}, **source}
     export = make_export(dataclasses.replace(made, workload={**made.workload, "task": "own", "source": source}))
-    line = render_launch(export, "torchrun")
+    line = render(export, "torchrun")
     start = f"OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 {expected}"
     takes_flags = source["kind"] == "script" and source["interface"]["from"] == "flags"
     assert line == (f"{start} {render(export, 'cli')}" if takes_flags else f"{start}\n")
@@ -396,7 +396,7 @@ def test_messages_beside_an_export() -> None:
     for form in ("json", "cli", "python", "env", "accelerate", "torchrun"):
         cases[f"ZeRO on two ranks, beside {form}"] = beside_lines(ranks, form)
     cases["ZeRO on two ranks, env"] = render(ranks, "env").splitlines()
-    cases["ZeRO on two ranks, accelerate"] = render_launch(ranks, "accelerate").splitlines()
+    cases["ZeRO on two ranks, accelerate"] = render(ranks, "accelerate").splitlines()
     on_cpu = make_export(report_of(Candidate(Arm("bf16", strategy="ddp", ranks=2), 4), "cpu", fields))
-    cases["two ranks on a CPU, accelerate"] = render_launch(on_cpu, "accelerate").splitlines()
+    cases["two ranks on a CPU, accelerate"] = render(on_cpu, "accelerate").splitlines()
     check_messages("exports", cases)

@@ -34,7 +34,7 @@ from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import listing
 from autotune.devices.listing import devices_of_ranks, find_gpus
-from autotune.results.export import beside_lines, make_export, render, render_launch
+from autotune.results.export import beside_lines, make_export, render
 from autotune.results.report import Report, load_report
 from autotune.results.text import report_lines
 from autotune.results.warnings import notes
@@ -100,10 +100,10 @@ def test_a_search_on_two_ranks_from_request_to_export(searched: Searched) -> Non
 
     export = make_export(report)
     assert export.arguments["ddp_find_unused_parameters"] is export.arguments["ddp_broadcast_buffers"] is False
-    words = shlex.split(render_launch(export, "torchrun"))
+    words = shlex.split(render(export, "torchrun"))
     assert words[:6] == ["OMP_NUM_THREADS=1", "torchrun", "--standalone", "--nproc_per_node", "2", "train.py"]
     assert words[6:] == shlex.split(render(export, "cli"))
-    config = yaml.safe_load(render_launch(export, "accelerate"))
+    config = yaml.safe_load(render(export, "accelerate"))
     assert (config["distributed_type"], config["num_processes"]) == ("MULTI_CPU", 2)
 
     with open_store(searched.storage) as store:
@@ -298,7 +298,7 @@ def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str)
     batch = 2 * baseline.candidate.per_device_train_batch_size
     assert f"your own settings train at effective batch {batch}, not 32" in notes(report)
     export = make_export(report)
-    words = shlex.split(render_launch(export, "torchrun"))
+    words = shlex.split(render(export, "torchrun"))
     started = words[words.index("--nproc_per_node") + 2 :]
     own = ["train.py", "--output_dir", "out", "--per_device_train_batch_size", "4", "--use_cpu"]
     # A function has no command line to take flags from.
@@ -343,9 +343,9 @@ def test_a_search_over_ddp_and_zero_is_verified_by_a_stock_torchrun(cpu: Device,
 
     export = make_export(report)
     assert json.loads(render(export, "json"))["deepspeed"]["zero_optimization"]["stage"] == 2
-    words = shlex.split(render_launch(export, "torchrun"))
+    words = shlex.split(render(export, "torchrun"))
     assert json.loads(words[words.index("--deepspeed") + 1]) == export.arguments["deepspeed"]
-    config = yaml.safe_load(render_launch(export, "accelerate"))
+    config = yaml.safe_load(render(export, "accelerate"))
     assert (config["distributed_type"], config["num_processes"]) == ("DEEPSPEED", 2)
 
     # The exported line, with a script that takes TrainingArguments; the Accelerator's file with the same script.
@@ -353,7 +353,7 @@ def test_a_search_over_ddp_and_zero_is_verified_by_a_stock_torchrun(cpu: Device,
     model.mkdir()
     (model / "config.json").write_text(json.dumps(tiny_workload("bert-tiny").config))
     (tmp_path / "train.py").write_text(ZERO_SCRIPT)
-    (tmp_path / "accelerate.yaml").write_text(render_launch(export, "accelerate"))
+    (tmp_path / "accelerate.yaml").write_text(render(export, "accelerate"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", *words[words.index("--standalone") :]]
     options = torchrun[torchrun.index("train.py") :]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml", *options]
@@ -517,10 +517,10 @@ class TestRefused:
 class TestExported:
     def test_a_launcher_is_told(self) -> None:
         export = make_export(report_of(Candidate(SHARED, 2, 1), "cuda", ("bf16", "fsdp", "fsdp_config"), LLAMA))
-        words = shlex.split(render_launch(export, "torchrun"))
+        words = shlex.split(render(export, "torchrun"))
         assert "PARALLELISM_CONFIG_CP_SIZE=2" in words
         assert words[words.index("--nproc_per_node") + 1] == "4"
-        config = yaml.safe_load(render_launch(export, "accelerate"))
+        config = yaml.safe_load(render(export, "accelerate"))
         assert config["parallelism_config"] == {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_size": 2}
         assert "os.environ['PARALLELISM_CONFIG_CP_SIZE'] = '2'" in render(export, "python")
         said = "start the training with PARALLELISM_CONFIG_CP_SIZE=2 in its environment"
@@ -536,7 +536,7 @@ class TestExported:
 
         export = make_export(report_of(Candidate(SHARED, 2, 1), "cuda", ("bf16", "fsdp", "fsdp_config"), LLAMA))
         file = tmp_path / "accelerate.yaml"
-        file.write_text(render_launch(export, "accelerate"))
+        file.write_text(render(export, "accelerate"))
         given, *_ = _validate_launch_command(
             launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
         )
