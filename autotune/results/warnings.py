@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from autotune.core.candidate import Arm, Candidate
+from autotune.core.code_interface import CodeInterface
 from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory, source_of
 from autotune.core.units import format_bytes, format_deviation, format_seconds, plural
 from autotune.estimate.bottleneck import what_limits
@@ -23,133 +25,141 @@ _SHORT_STEP_SECONDS = 0.005
 _VERY_WIDE_SPREAD = 0.2
 
 
-def notes(report: Report) -> list[str]:
-    """Return the notes of a study, most important first."""
-    lines: list[str] = []
-    request = report.study.request
+def notes(report: Report) -> Iterator[str]:
+    """Yield the notes of a study, most important first."""
+    request, baseline = report.study.request, report.baseline
     best, measured = report.best, measurement(report.best)
     if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
-        lines.append(
+        yield (
             f"the per-device batch is {best.candidate.per_device_train_batch_size}, not a multiple of 8: "
             + _why_no_multiple_of_8(report, best)
         )
-    lines += _look_notes(report)
+    yield from _look_notes(report)
     if measured and best and measured.micro_steps_run < best.candidate.gradient_accumulation_steps:
-        lines.append(
+        yield (
             f"the winner's steps were measured with {measured.micro_steps_run} of its "
             f"{best.candidate.gradient_accumulation_steps} micro-steps; the time of the others was added"
         )
     if best is not None and measured and measured.growth_bytes is not None:
         room = report.ceiling.cap_bytes - measured.judged_bytes(best.candidate.arm)
-        lines.append(
+        yield (
             f"memory still grew by {format_bytes(measured.growth_bytes)} a step as the trial ended: the limit is "
             f"reached after about {max(0, room) // measured.growth_bytes:,} steps, if something is kept of each"
         )
     is_cut_short = report.study.stop_reason is not StopReason.NOTHING_LEFT
     if is_cut_short and len(report.trials) > 1 and len({trial.candidate for trial in report.trials}) == 1:
-        lines.append("only one configuration was measured: give the search more --trials or --time-budget")
+        yield "only one configuration was measured: give the search more --trials or --time-budget"
     if best is not None and measured:
-        lines += _wide_promise(report, best, measured)
-    baseline = report.speed(report.baseline)
-    if baseline and best and best != report.baseline and baseline.relative_half_width > _VERY_WIDE_SPREAD:
-        width = format_deviation(baseline.relative_half_width)
-        lines.append(f"the baseline's step time is uncertain by {width}, and so is the speed-up over it")
-    lines += _failed_again(report)
-    if best is not None and measured and request["objective"] == "throughput":
-        lines += [*_ddp_notes(report, best), *_faster_ones(report, best)]
-    lines += compiled_notes(report)
+        yield from _wide_promise(report, best)
+    speed = report.speed(baseline)
+    if speed and best and best != baseline and speed.relative_half_width > _VERY_WIDE_SPREAD:
+        width = format_deviation(speed.relative_half_width)
+        yield f"the baseline's step time is uncertain by {width}, and so is the speed-up over it"
+    if best is not None:
+        yield from (
+            f"the winner failed when it was run again (trial {trial.number}): {trial.outcome.message}"
+            for trial in report.trials
+            if trial.candidate == best.candidate
+            and trial.number > best.number
+            and isinstance(trial.outcome, Failed)
+            and trial.outcome.reason != "interrupted"
+        )
+    is_compared = measured and request["objective"] == "throughput"
+    if best and baseline and is_compared and best.candidate != baseline.candidate:
+        yield from _beside_baseline(report, best, baseline)
+    yield from compiled_notes(report)
     if best is not None and measured:
-        lines += _host_notes(report, best, measured)
-    lines += sharding_notes(best.candidate) if best is not None else []
-    lines += _own_batch_notes(report)
+        yield from _host_notes(report, best, measured)
+    if best is not None:
+        yield from sharding_notes(best.candidate)
+    if baseline is not None and report.workload["task"] == "own" and request["effective_batch"] is not None:
+        alone = dataclasses.replace(baseline.candidate, arm=Arm())
+        own = alone.samples_per_step * request["world_size"]
+        if own != request["effective_batch"]:
+            yield f"your own settings train at effective batch {own}, not {request['effective_batch']}"
     if (facts := data_facts(report.workload)) is not None and facts.without_text:
-        lines.append(
+        yield (
             f"{facts.without_text:,} of the data's samples have no text (missing or empty) and are trained on as empty "
             "texts: remove them"
         )
     if measured and report.workload["task"] == "own" and measured.step_seconds < _SHORT_STEP_SECONDS:
-        lines.append(
+        yield (
             f"watching a step of your own code takes 0.2 to 0.6 ms of the host, and the winner's takes "
             f"{format_seconds(measured.step_seconds)}: your own run may be faster than is promised"
         )
-    lines += _objective_notes(report)
+    yield from _own_code_notes(report)
     if measured and measured.evaluation_seconds is not None:
         often = f"every {plural(measured.evaluates_every, 'step')}" if measured.evaluates_every else "in a step"
-        lines.append(
+        yield (
             f"your code evaluates {often}, for {format_seconds(measured.evaluation_seconds)}, which the speed leaves "
             "out and the peak has in it"
         )
     if measured and measured.saving_seconds:
-        lines.append(
+        yield (
             f"your code saves in each step, for {format_seconds(measured.saving_seconds)} of which no figure tells: "
             "a step of your own run takes so much longer"
         )
     if report.source is not None and (why := report.source.interface.memory_unknown):
-        lines.append(f"memory was not predicted, so that trials found out what fits: {why}")
-    lines += _reused(report)
+        yield f"memory was not predicted, so that trials found out what fits: {why}"
+    yield from _reused(report)
     if request["world_size"] > request.get("ranks", 1):
-        lines.append(f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients")
-    lines += _disturbances(report)
+        yield f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients"
+    yield from _disturbances(report)
     if report.study.state == "interrupted":
-        lines.append(f"the search is interrupted: autotune resume {report.study.name} continues it")
-    return lines
+        yield f"the search is interrupted: autotune resume {report.study.name} continues it"
 
 
-def _look_notes(report: Report) -> list[str]:
-    """Return notes on differences between the winner's and the requested training, and on untrained parameters."""
-    lines, look = _untrained_note(report), report.study.look
+def _look_notes(report: Report) -> Iterator[str]:
+    """Yield notes on differences between the winner's and the requested training, and on untrained parameters."""
+    yield from _untrained_note(report)
+    look = report.study.look
     if look is None:
-        return lines
-    lines += look.sentences
+        return
+    yield from look.sentences
     if look.unknown is not None:
-        lines.append(f"whether the winner's training is the one asked for was not looked at: {look.unknown}")
+        yield f"whether the winner's training is the one asked for was not looked at: {look.unknown}"
     if look.rehearsal is not None:
-        lines += [*look.rehearsal.alarms, *look.rehearsal.sentences]
-    return [*lines, *(f"left out, since it is another training: {each}" for each in look.ruled_out)]
+        yield from (*look.rehearsal.alarms, *look.rehearsal.sentences)
+    yield from (f"left out, since it is another training: {each}" for each in look.ruled_out)
 
 
-def _untrained_note(report: Report) -> list[str]:
-    """Return a note on the tensors of the user's own model that the winner, or else the baseline, does not train."""
+def _untrained_note(report: Report) -> Iterator[str]:
+    """Yield a note on the tensors of the user's own model that the winner, or else the baseline, does not train."""
     if report.workload["task"] != "own":
-        return []
+        return
     for whose, trial in (("the winner", report.best), ("the baseline", report.baseline)):
         measured = measurement(trial)
         if measured is not None and measured.untrained:
             more = " …" if measured.untrained_tensors > len(measured.untrained) else ""
             names = ", ".join(measured.untrained) + more
             every = (measured.trained_tensors or 0) + measured.untrained_tensors
-            return [f"{whose} trains {measured.trained_tensors} of {every} tensors; no gradient has {names}"]
-    return []
+            yield f"{whose} trains {measured.trained_tensors} of {every} tensors; no gradient has {names}"
+            return
 
 
-def _wide_promise(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Return a note on why the next run may be much slower or faster than the winner."""
+def _wide_promise(report: Report, best: TrialRecord) -> Iterator[str]:
+    """Yield a note on why the next run may be much slower or faster than the winner."""
     speed = report.speed(best)
     if speed is None or speed.relative_half_width <= _WIDE_PROMISE:
-        return []
-    differs = f"the next run may differ from the winner's speed by {format_deviation(speed.relative_half_width)}: "
+        return
+    why = f"the machine was noisy{' when it was measured' if source_of(best.outcome) else ''}; --fresh measures again"
     if report.history.is_host_bound(best.candidate):
-        return [differs + "the step is host-bound, and the host's speed differs from process to process"]
-    then = " when it was measured" if source_of(best.outcome) else ""
-    return [f"{differs}the machine was noisy{then}; --fresh measures again"]
+        why = "the step is host-bound, and the host's speed differs from process to process"
+    yield f"the next run may differ from the winner's speed by {format_deviation(speed.relative_half_width)}: {why}"
 
 
-def _disturbances(report: Report) -> list[str]:
-    """Return a note on the number of disturbed trials, and on the winner if it was disturbed."""
-    disturbed = [
-        outcome
-        for outcome in (trial.outcome for trial in report.trials)
-        if isinstance(outcome, Completed | OutOfMemory) and outcome.disturbed
-    ]
+def _disturbances(report: Report) -> Iterator[str]:
+    """Yield a note on the number of disturbed trials, and on the winner if it was disturbed."""
+    outcomes = [trial.outcome for trial in report.trials]
+    disturbed = [each for each in outcomes if isinstance(each, Completed | OutOfMemory) and each.disturbed]
     if not disturbed:
-        return []
+        return
     is_repeated = any(isinstance(outcome, OutOfMemory) or outcome.run_again for outcome in disturbed)
     again = " and repeated where that could help" if is_repeated else ""
     were, why = "was" if len(disturbed) == 1 else "were", "; ".join(disturbed[-1].disturbed)
-    lines = [f"{plural(len(disturbed), 'trial')} {were} disturbed{again}; the last: {why}"]
+    yield f"{plural(len(disturbed), 'trial')} {were} disturbed{again}; the last: {why}"
     if report.best is not None and getattr(report.best.outcome, "disturbed", False):
-        lines.append("the winner itself was disturbed while it was measured: it may be faster than reported")
-    return lines
+        yield "the winner itself was disturbed while it was measured: it may be faster than reported"
 
 
 def compiled_notes(report: Report) -> list[str]:
@@ -172,18 +182,17 @@ def compiled_notes(report: Report) -> list[str]:
     return [f"{name}, which pays off after {steps:,} optimizer steps against {other.describe()}"]
 
 
-def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Return notes on compilation, pinning, levers and data loader workers."""
-    lines = []
+def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> Iterator[str]:
+    """Yield notes on compilation, pinning, levers and data loader workers."""
     arm = best.candidate.arm
     for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
         on = dataclasses.replace(best.candidate, arm=changed(arm, **{lever: True}))
         off = dataclasses.replace(best.candidate, arm=changed(arm, **{lever: False}))
         gain = _ratio(report, on, off)
         if gain is not None:
-            lines.append(f"{words}, the winner is {gain:.2f} × as fast as without")
+            yield f"{words}, the winner is {gain:.2f} × as fast as without"
     if arm.dataloader_num_workers and not (report.workload.get("data") or report.workload.get("source")):
-        lines.append(
+        yield (
             f"{arm.dataloader_num_workers} data loader workers are enough for made-up samples, of which none is read "
             "or decoded: search with --dataset to know how many your own take"
         )
@@ -192,12 +201,11 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> lis
         plain = dataclasses.replace(best.candidate, arm=without(arm, levers))
         gain = _ratio(report, best.candidate, plain)
         if gain is not None:
-            lines.append(f"with its levers the winner is {gain:.2f} × as fast as without ({plain.arm.describe()})")
+            yield f"with its levers the winner is {gain:.2f} × as fast as without ({plain.arm.describe()})"
     request = report.study.request
     is_quick = request["objective"] == "throughput" and request.get("effort", "quick") == "quick"
-    if is_quick and what_limits(measured).kind == "host" and not best.candidate.arm.torch_compile:
-        lines.append("the winner is host-bound: --effort default measures what compiling and CUDA graphs gain")
-    return lines
+    if is_quick and what_limits(measured).kind == "host" and not arm.torch_compile:
+        yield "the winner is host-bound: --effort default measures what compiling and CUDA graphs gain"
 
 
 def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
@@ -211,129 +219,73 @@ def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | No
     return one.samples_per_second / two.samples_per_second if one and two else None
 
 
-def sharding_notes(winner: Candidate) -> list[str]:
-    """Return notes on numeric differences between FSDP2 or DeepSpeed and DDP."""
+def sharding_notes(winner: Candidate) -> Iterator[str]:
+    """Yield notes on numeric differences between FSDP2 or DeepSpeed and DDP."""
     arm = winner.arm
-    if arm.zero_stage is not None:
-        return _zero_notes(arm)
-    if not arm.is_sharded:
-        return []
-    lines = []
-    if arm.precision in ("bf16", "fp16"):
-        lines.append(
-            f"{arm.precision} under FSDP2 is not autocast: normalisation, softmax and the loss are computed in "
-            f"{arm.precision}, too, and gradients are reduced in it; compare its losses with those of DDP"
-        )
-    if arm.gradient_checkpointing:
-        lines.append(
-            "FSDP2's checkpointing draws new random numbers when it computes a layer again: with dropout, gradients "
-            "belong to another mask than the loss"
-        )
-    return lines
-
-
-def _zero_notes(arm: Arm) -> list[str]:
-    """Return notes on numeric differences of DeepSpeed."""
-    lines = []
-    if arm.precision in ("bf16", "fp16"):
-        lines.append(
+    is_half, is_deepspeed = arm.precision in ("bf16", "fp16"), arm.zero_stage is not None
+    if is_half and is_deepspeed:
+        yield (
             f"{arm.precision} under DeepSpeed is not autocast: the model itself is in {arm.precision}, with a float32 "
             "copy for the optimizer; normalisation, softmax and the loss are computed in it, too, and gradients are "
             "reduced and accumulated in it; compare its losses with those of DDP"
         )
-    if arm.precision == "fp16":
-        lines.append("DeepSpeed scales the fp16 loss by itself, from 65,536 on, and skips updates that overflow")
-    return lines
+    elif is_half and arm.is_sharded:
+        yield (
+            f"{arm.precision} under FSDP2 is not autocast: normalisation, softmax and the loss are computed in "
+            f"{arm.precision}, too, and gradients are reduced in it; compare its losses with those of DDP"
+        )
+    if arm.precision == "fp16" and is_deepspeed:
+        yield "DeepSpeed scales the fp16 loss by itself, from 65,536 on, and skips updates that overflow"
+    if arm.gradient_checkpointing and arm.is_sharded:
+        yield (
+            "FSDP2's checkpointing draws new random numbers when it computes a layer again: with dropout, gradients "
+            "belong to another mask than the loss"
+        )
 
 
-def _own_batch_notes(report: Report) -> list[str]:
-    """Return a note where the user's own settings have another effective batch than the search."""
-    baseline, request = report.baseline, report.study.request
-    if baseline is None or report.workload["task"] != "own" or request["effective_batch"] is None:
-        return []
-    candidate = baseline.candidate
-    own = candidate.per_device_train_batch_size * candidate.gradient_accumulation_steps * request["world_size"]
-    if own == request["effective_batch"]:
-        return []
-    return [f"your own settings train at effective batch {own}, not {request['effective_batch']}"]
-
-
-def _objective_notes(report: Report) -> list[str]:
-    """Return notes that another per-device batch or precision is another training."""
-    if report.source is None:
-        return []
-    interface, lines = report.source.interface, []
+def _own_code_notes(report: Report) -> Iterator[str]:
+    """Yield notes where the user's own code trains otherwise with other settings: its batch, its precision."""
+    interface = report.source.interface if report.source is not None else CodeInterface()
     if (why := interface.batch_matters) is not None:
-        lines.append(f"{why}: with another per-device batch it is another training, also at the same effective batch")
+        yield f"{why}: with another per-device batch it is another training, also at the same effective batch"
     if interface.casts_weights:
-        lines.append("{precision} is the dtype of the weights here: in 16 bits they are trained without a float32 copy")
-    return lines
+        yield "{precision} is the dtype of the weights here: in 16 bits they are trained without a float32 copy"
 
 
-def _reused(report: Report) -> list[str]:
-    """Return a note on the number of trials reused or derived from earlier searches."""
+def _reused(report: Report) -> Iterator[str]:
+    """Yield a note on the number of trials reused or derived from earlier searches."""
     sources = [source for trial in report.trials if (source := source_of(trial.outcome))]
     if not sources:
-        return []
+        return
     names = sorted({source.study for source in sources})
     where = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-    lines = [f"{plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures again"]
+    yield f"{plural(len(sources), 'trial')} of earlier searches ({where}) reused; --fresh measures again"
     for name, trial in (("winner", report.best), ("baseline", report.baseline)):
         source = source_of(trial.outcome) if trial else None
         if source is not None and source.derived:
-            lines.append(f"the {name}'s speed is {source.describe()}, with another accumulation")
-    return lines
-
-
-def _failed_again(report: Report) -> list[str]:
-    """Return a note where a later trial of the winner failed."""
-    best = report.best
-    if best is None:
-        return []
-    return [
-        f"the winner failed when it was run again (trial {trial.number}): {trial.outcome.message}"
-        for trial in report.trials
-        if trial.candidate == best.candidate
-        and trial.number > best.number
-        and isinstance(trial.outcome, Failed)
-        and trial.outcome.reason != "interrupted"
-    ]
-
-
-def _faster_ones(report: Report, best: TrialRecord) -> list[str]:
-    """Return a note on why a faster trial is not the winner."""
-    fastest, speed = report.history.fastest(), report.history.speed(best.candidate)
-    if fastest is None or fastest.measurement is None or speed is None:
-        return []
-    gain = fastest.measurement.samples_per_second / speed.samples_per_second - 1
-    if fastest.candidate == best.candidate or gain <= 0:
-        return []
-    if report.baseline is not None and fastest.candidate == report.baseline.candidate:
-        if _without_ddp_options(fastest.candidate) == _without_ddp_options(best.candidate):
-            return [f"the baseline was faster, by {gain:.1%}, which is noise: they differ in settings of DDP alone"]
-        return [f"the baseline was faster, by {gain:.1%}, but the options exclude it from the search"]
-    return []
+            yield f"the {name}'s speed is {source.describe()}, with another accumulation"
 
 
 _OF_DDP = ("ddp_find_unused_parameters", "ddp_broadcast_buffers")
 
 
-def _without_ddp_options(candidate: Candidate) -> Candidate:
-    """Return a candidate without DDP options that the table does not show."""
-    arm = dataclasses.replace(candidate.arm, ddp_find_unused_parameters=None, ddp_broadcast_buffers=None)
-    return dataclasses.replace(candidate, arm=arm)
-
-
-def _ddp_notes(report: Report, best: TrialRecord) -> list[str]:
-    """Return a note on DDP options that distinguish the winner from a baseline with the same description."""
-    baseline = report.baseline
-    if baseline is None or best.candidate == baseline.candidate:
-        return []
-    if _without_ddp_options(best.candidate) != _without_ddp_options(baseline.candidate):
-        return []
-    values = {name: getattr(best.candidate.arm, name) for name in _OF_DDP}
-    changed = [f"{name}={value}" for name, value in values.items() if value != getattr(baseline.candidate.arm, name)]
-    return [f"the winner differs from the baseline in {' and '.join(changed)} alone, which changes no value"]
+def _beside_baseline(report: Report, best: TrialRecord, baseline: TrialRecord) -> Iterator[str]:
+    """Yield notes on what tells the winner from a baseline that looks like it, and on why a faster one did not win."""
+    arm, other = best.candidate.arm, baseline.candidate.arm
+    # Options of DDP that the table does not show.
+    differing = {name: getattr(arm, name) for name in _OF_DDP if getattr(arm, name) != getattr(other, name)}
+    is_alike = dataclasses.replace(baseline.candidate, arm=dataclasses.replace(other, **differing)) == best.candidate
+    if is_alike:
+        values = " and ".join(f"{name}={value}" for name, value in differing.items())
+        yield f"the winner differs from the baseline in {values} alone, which changes no value"
+    fastest, speed = report.history.fastest(), report.history.speed(best.candidate)
+    if fastest is None or fastest.measurement is None or speed is None or fastest.candidate != baseline.candidate:
+        return
+    gain = fastest.measurement.samples_per_second / speed.samples_per_second - 1
+    if gain > 0:
+        why = "but the options exclude it from the search"
+        why = "which is noise: they differ in settings of DDP alone" if is_alike else why
+        yield f"the baseline was faster, by {gain:.1%}, {why}"
 
 
 def _why_no_multiple_of_8(report: Report, best: TrialRecord) -> str:

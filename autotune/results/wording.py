@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import Ceiling
 from autotune.core.dataset_spec import DataFacts, DataSpec, describe_packing
@@ -133,35 +135,29 @@ def searched_lines(report: Report) -> tuple[str, str, str]:
     )
 
 
-def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> list[str]:
-    """Return details on the winner: energy, data loading, and the limit of the batch."""
-    lines = []
+def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> Iterator[str]:
+    """Yield details on the winner: energy, data loading, and the limit of the batch."""
     if measured.joules_per_sample is not None:
         watts, word = measured.joules_per_sample * measured.samples_per_second, counted_in(report.workload)
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
-        lines.append(f"{measured.joules_per_sample:.3g} J a {word}; {drew} {watts:.0f} W meanwhile")
-    lines += _data_lines(measured, report.workload, in_one_row=best.candidate.arm.padding_free)
+        yield f"{measured.joules_per_sample:.3g} J a {word}; {drew} {watts:.0f} W meanwhile"
+    if report.workload.get("data") or report.workload["task"] == "own":
+        yield from _data_lines(measured, in_one_row=best.candidate.arm.padding_free)
     host_bytes = measured.host_bytes_to_build or 0
     if host_bytes > _MUCH_HOST_BYTES:
         each = "" if measured.ranks == 1 else f" in the first of {measured.ranks} processes"
-        lines.append(f"building the model took up to {format_bytes(host_bytes)} of the host's memory{each}")
-    if report.study.request["objective"] == "max-batch":
-        lines += _boundary_lines(report, best)
-    elif report.study.request["effective_batch"] is None:
-        lines += _end_of_data(report, best)
-    return lines
+        yield f"building the model took up to {format_bytes(host_bytes)} of the host's memory{each}"
+    if report.study.request["objective"] == "max-batch" or report.study.request["effective_batch"] is None:
+        yield from _boundary_lines(report, best)
 
 
-def _data_lines(measured: Measurement, workload: Document, *, in_one_row: bool) -> list[str]:
-    """Return lines on the user's own data: memory of the largest batches, and time spent waiting for data."""
-    if not workload.get("data") and workload["task"] != "own":
-        return []
-    lines = []
+def _data_lines(measured: Measurement, *, in_one_row: bool) -> Iterator[str]:
+    """Yield lines on the user's own data: memory of the largest batches, and time spent waiting for data."""
     if measured.worst_batch_tokens is not None and measured.worst_batch_peak_reserved_bytes is not None:
         seconds = measured.worst_batch_step_seconds
         at_longest, words = measured.worst_batch_peak_reserved_bytes, f"{measured.worst_batch_tokens:,} tokens"
         words += " in one row" if in_one_row else ""
-        lines.append(
+        yield (
             f"{format_bytes(at_longest)} of it after the first steps, on the longest samples ({words}"
             + (f", {format_seconds(seconds)} a step)" if seconds else ")")
             + ("" if at_longest >= measured.peak_reserved_bytes else "; the rest came with batches of other lengths")
@@ -174,60 +170,52 @@ def _data_lines(measured: Measurement, workload: Document, *, in_one_row: bool) 
     elif share > DATA_BOUND:
         # Below that, data may be the longer of two short waits.
         waiting = f"the data loader is the bottleneck: {waiting}"
-    return [*lines, waiting]
+    yield waiting
 
 
 def run_lines(
     measured: Measurement, candidate: Candidate, unit: str, speed: Speed, other: tuple[str, float] | None
-) -> list[str]:
-    """Return the run's expected duration, compared with ``other`` settings, and the cost of new shapes."""
-    lines = []
+) -> Iterator[str]:
+    """Yield the run's expected duration, compared with ``other`` settings, and the cost of new shapes."""
     if measured.run_steps is not None:
         samples, epochs = candidate.samples_per_step * measured.run_steps, measured.run_epochs
         seconds = samples / measured.samples_per_second + (measured.compile_seconds or 0.0)
         what = plural(measured.run_steps, "step") if epochs is None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
         instead = f" instead of {format_seconds(samples / other[1])} with {other[0]}" if other is not None else ""
-        lines.append(f"{what}: {format_seconds(seconds)}{instead}")
+        yield f"{what}: {format_seconds(seconds)}{instead}"
     each, count = measured.new_shape_seconds, measured.epoch_shapes
     if each is None:
-        return lines
+        return
     if count is None:
-        told = (
-            f"the first batch of each new shape takes {format_seconds(each)} longer, which the speed does not include: "
-            "how many shapes an epoch has is not known"
+        if each > _NOTICEABLE_SHARE * measured.step_seconds:
+            yield (
+                f"the first batch of each new shape takes {format_seconds(each)} longer, which the speed does not "
+                "include: how many shapes an epoch has is not known"
+            )
+    elif 1 / measured.steady_share - 1 > speed.relative_half_width or each * count >= _NOTICEABLE_SECONDS:
+        yield (
+            f"{format_rate(measured.steady_samples_per_second)} {unit} once all shapes were seen: the first epoch "
+            f"meets about {count}, each of which takes {format_seconds(each)} longer the first time"
         )
-        return [*lines, told] if each > _NOTICEABLE_SHARE * measured.step_seconds else lines
-    if 1 / measured.steady_share - 1 <= speed.relative_half_width and each * count < _NOTICEABLE_SECONDS:
-        return lines
-    told = (
-        f"{format_rate(measured.steady_samples_per_second)} {unit} once all shapes were seen: the first epoch meets "
-        f"about {count}, each of which takes {format_seconds(each)} longer the first time"
-    )
-    return [*lines, told]
 
 
-def _boundary_lines(report: Report, best: TrialRecord) -> list[str]:
-    """Return a line on the smallest larger batch of the winner's arm that does not fit."""
+def _boundary_lines(report: Report, best: TrialRecord) -> Iterator[str]:
+    """Yield a line on why the batch is no larger, as far as that is known."""
+    request, samples, batch = report.study.request, report.samples, best.candidate.per_device_train_batch_size
+    is_asked = request["objective"] == "max-batch"
+    larger = [trial for trial in report.trials if trial.candidate.per_device_train_batch_size > batch]
     over = [
         trial
-        for trial in report.trials
-        if trial.candidate.arm == best.candidate.arm
-        and trial.candidate.per_device_train_batch_size > best.candidate.per_device_train_batch_size
-        and isinstance(trial.outcome, OutOfMemory | Completed)
+        for trial in larger
+        if trial.candidate.arm == best.candidate.arm and isinstance(trial.outcome, OutOfMemory | Completed)
     ]
-    if not over:
-        return _end_of_data(report, best) or ["no larger batch was tried in this configuration"]
-    nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
-    return [f"batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"]
-
-
-def _end_of_data(report: Report, best: TrialRecord) -> list[str]:
-    """Return a line where the data has too few samples for a larger batch; empty where one was tried."""
-    samples, batch = report.samples, best.candidate.per_device_train_batch_size
-    is_tried = any(trial.candidate.per_device_train_batch_size > batch for trial in report.trials)
-    if samples is None or is_tried or samples >= batch + (report.study.request["batch_multiple"] or 8):
-        return []
-    return [f"the data has {plural(samples, counted_in(report.workload))}, so no larger batch was tried"]
+    if is_asked and over:
+        nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
+        yield f"batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"
+    elif samples is not None and not larger and samples < batch + (request["batch_multiple"] or 8):
+        yield f"the data has {plural(samples, counted_in(report.workload))}, so no larger batch was tried"
+    elif is_asked:
+        yield "no larger batch was tried in this configuration"
 
 
 def counts_line(report: Report) -> str:

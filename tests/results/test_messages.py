@@ -211,7 +211,7 @@ def test_messages_of_data_and_levers() -> None:
     zero = dataclasses.replace(DDP, strategy="zero2")
     for precision in ("bf16", "fp16", "fp32"):
         arm = dataclasses.replace(zero, precision=precision)
-        cases[f"{precision} under DeepSpeed"] = sharding_notes(Candidate(arm, 8))
+        cases[f"{precision} under DeepSpeed"] = [*sharding_notes(Candidate(arm, 8))]
     for name, candidate, busy, waits in (
         ("several micro-steps", Candidate(BF16, 8, 8), 0.46, 0.0),
         ("compiled and pinned", Candidate(dataclasses.replace(COMPILED, cpu_affinity=True), 8), 0.46, 0.0),
