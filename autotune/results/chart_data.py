@@ -119,15 +119,6 @@ class StepRow:
         )
 
 
-@dataclass(frozen=True)
-class StepChart:
-    """The step times of candidates that fit, fastest first."""
-
-    per_sample: bool
-    """Whether times are a sample rather than a step: with a free effective batch, steps differ in size."""
-    rows: tuple[StepRow, ...]
-
-
 def _arms(report: Report) -> tuple[Arm, ...]:
     """Return every tried arm, in the order of the first trials."""
     return tuple(dict.fromkeys(trial.candidate.arm for trial in report.trials))
@@ -166,8 +157,11 @@ def speed_chart(report: Report) -> SpeedChart:
     return SpeedChart(arms, tuple(points), tuple(over.values()), ceiling.cap_bytes, ceiling.line_bytes, unit)
 
 
-def step_chart(report: Report) -> StepChart:
-    """Return the pooled step times of every candidate that fits, and of marked trials that completed."""
+def step_rows(report: Report) -> list[StepRow]:
+    """Return the pooled step times of every candidate that fits, and of marked trials that completed, fastest first.
+
+    With a free effective batch steps differ in size, so times are those of a sample.
+    """
     arms, marks = _arms(report), _marks(report)
     per_sample = report.study.request["effective_batch"] is None
     last = {trial.candidate: trial for trial in report.trials if measurement(trial) is not None}
@@ -178,7 +172,7 @@ def step_chart(report: Report) -> StepChart:
         if speed is not None:
             samples = 1 if per_sample else candidate.samples_per_step
             rows.append(StepRow(candidate, arms.index(candidate.arm), samples, speed, marked.get(candidate)))
-    return StepChart(per_sample, tuple(sorted(rows, key=lambda row: row.seconds)))
+    return sorted(rows, key=lambda row: row.seconds)
 
 
 _MARKERS = "os^Dp"

@@ -14,7 +14,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import StorageError, TooNoisyError, UnknownStudyError
 from autotune.core.outcome import Completed, Measurement
 from autotune.core.units import GIB, format_deviation
-from autotune.results.chart_data import OverPoint, speed_chart, step_chart
+from autotune.results.chart_data import OverPoint, speed_chart, step_rows
 from autotune.results.html import draw_speed_chart
 from autotune.results.json_document import report_document, trial_document
 from autotune.results.report import Report, deviations_before, load_report
@@ -76,7 +76,7 @@ def test_one_number_for_the_winner() -> None:
     assert shown == {speed.samples_per_second}
     assert document["speedup"] == pytest.approx(speed.samples_per_second / 41.7)
     assert f"{speed.samples_per_second:.1f} samples/s" in summary_lines(made)[1]
-    (row,) = [row for row in step_chart(made).rows if row.mark == "best"]
+    (row,) = [row for row in step_rows(made) if row.mark == "best"]
     assert row.seconds == pytest.approx(64 / speed.samples_per_second)
     # A row of the table is one process.
     assert document["trials"][1]["samples_per_second"] == 310.7
@@ -85,7 +85,7 @@ def test_one_number_for_the_winner() -> None:
 def test_one_uncertainty_for_the_baseline() -> None:
     """The note says what the chart shows: of all its processes, with what differs between them."""
     made = report(BASELINE, trial(2, FP32, 8, completed(25.0)), WINNER)
-    (row,) = [row for row in step_chart(made).rows if row.mark == "baseline"]
+    (row,) = [row for row in step_rows(made) if row.mark == "baseline"]
     assert row.speed.relative_half_width > 0.2
     assert f"the baseline's step time is uncertain by {format_deviation(row.speed.relative_half_width)}," in " ".join(
         notes(made)

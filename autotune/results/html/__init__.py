@@ -24,7 +24,7 @@ from autotune.core.prediction import MemoryPrediction
 from autotune.core.units import GIB, MIB, format_bytes, format_next_run, format_rate, format_seconds, plural
 from autotune.estimate.step_time import StepTime
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
-from autotune.results.chart_data import SpeedChart, SpeedPoint, StepChart, StepRow, speed_chart, step_chart
+from autotune.results.chart_data import SpeedChart, SpeedPoint, speed_chart, step_rows
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.report import Report
 from autotune.results.study_view import BestView, StudyView
@@ -226,27 +226,6 @@ class IntervalRow:
     """Another CSS class: ``best`` is bold."""
 
 
-def draw_step_chart(chart: StepChart, rows: Sequence[StepRow]) -> Markup:
-    """Draw a row for each candidate with its mean step time and the interval of its next run."""
-    low, high = min(row.interval[0] for row in rows), max(row.interval[1] for row in rows)
-    name, seconds = ("s", 1.0) if low >= 1 else ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
-    intervals = [
-        IntervalRow(
-            row.candidate.describe() + (f" ({row.mark})" if row.mark else ""),
-            f"{format_rate(row.seconds / seconds)} {name}{format_next_run(row.speed.relative_half_width)}",
-            row.told,
-            row.seconds / seconds,
-            row.interval[0] / seconds,
-            row.interval[1] / seconds,
-            row.arm,
-            row.mark or "",
-        )
-        for row in rows
-    ]
-    what = "time a sample" if chart.per_sample else "time of an optimizer step"
-    return draw_intervals(f"{what} ({name})", intervals)
-
-
 def draw_intervals(axis: str, rows: Sequence[IntervalRow]) -> Markup:
     """Draw a table with a row for each value: label, interval on a common axis, value."""
     low, high = min(row.low for row in rows), max(row.high for row in rows)
@@ -375,13 +354,29 @@ def _speeds(report: Report) -> Chart | None:
 
 
 def _steps(report: Report) -> Chart | None:
-    """Return the chart of step times; ``None`` without rows."""
-    chart = step_chart(report)
-    if not chart.rows:
+    """Return the chart of step times, with a row for each candidate and its next run; ``None`` without rows."""
+    every = step_rows(report)
+    if not every:
         return None
-    shown = list(chart.rows[:_MOST_STEP_ROWS])
-    shown += [row for row in chart.rows[_MOST_STEP_ROWS:] if row.mark is not None]
-    return Chart(draw_step_chart(chart, shown), left_out=len(chart.rows) - len(shown))
+    rows = [row for place, row in enumerate(every) if place < _MOST_STEP_ROWS or row.mark is not None]
+    low, high = min(row.interval[0] for row in rows), max(row.interval[1] for row in rows)
+    name, seconds = ("s", 1.0) if low >= 1 else ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
+    intervals = [
+        IntervalRow(
+            row.candidate.describe() + (f" ({row.mark})" if row.mark else ""),
+            f"{format_rate(row.seconds / seconds)} {name}{format_next_run(row.speed.relative_half_width)}",
+            row.told,
+            row.seconds / seconds,
+            row.interval[0] / seconds,
+            row.interval[1] / seconds,
+            row.arm,
+            row.mark or "",
+        )
+        for row in rows
+    ]
+    is_free = report.study.request["effective_batch"] is None
+    what = "time a sample" if is_free else "time of an optimizer step"
+    return Chart(draw_intervals(f"{what} ({name})", intervals), left_out=len(every) - len(rows))
 
 
 def _stack(
