@@ -43,11 +43,6 @@ _ADDRESS = "127.0.0.1"
 _IDLE_SECONDS = 30
 
 
-def is_feasible(trial: FrozenTrial) -> bool:
-    """Return whether every constraint of the trial is zero or less, or there are none."""
-    return all(value <= 0 for value in trial.constraints.values())
-
-
 class DashboardStorage(BaseStorage):
     """A read-only Optuna storage over a store, read anew at each request. Its best trial is autotune's winner."""
 
@@ -111,11 +106,7 @@ class DashboardStorage(BaseStorage):
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
         """Return a trial that the dashboard has shown."""
-        shown = (trial for trials in self._latest_trials.values() for trial in trials)
-        for trial in shown:
-            if id_of_trial(trial) == trial_id:
-                return trial
-        raise KeyError(trial_id)
+        return {id_of_trial(trial): trial for trials in self._latest_trials.values() for trial in trials}[trial_id]
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
         """Return the winner that autotune recorded, else the best feasible trial, else the best of all.
@@ -131,7 +122,7 @@ class DashboardStorage(BaseStorage):
                 return trial
         if not complete:
             raise ValueError("no trial is complete")
-        feasible = [trial for trial in complete if is_feasible(trial)]
+        feasible = [trial for trial in complete if all(value <= 0 for value in trial.constraints.values())]
         return max(feasible or complete, key=lambda trial: trial.values[0])
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
@@ -148,23 +139,6 @@ def _number_of(record_id: str) -> int:
     return int(record_id[:12], 16)
 
 
-def _drop_infeasible_best(view: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a bottle plugin that drops infeasible trials from the best trials of a response.
-
-    A storage cannot say that there is no best trial.
-    """
-
-    def answer(*positional: Any, **named: Any) -> Any:
-        body = view(*positional, **named)
-        if isinstance(body, dict) and "best_trials" in body:
-            body["best_trials"] = [
-                trial for trial in body["best_trials"] if all(value <= 0 for value in trial["constraints"])
-            ]
-        return body
-
-    return answer
-
-
 # What would change a study is hidden, since it is refused: these names are those of optuna-dashboard 0.20 and 0.21.
 _HIDDEN = """<style>
 button[aria-label="rename study"], button[aria-label="delete study"], button:has([data-testid="AddBoxIcon"]),
@@ -176,13 +150,20 @@ button:has([data-testid="EditIcon"]), a[href$="/note"] { display: none; }
 </head>"""
 
 
-def _read_only_page(way_back: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a bottle plugin that hides the page's editing controls and adds a link back."""
+def _as_shown_here(way_back: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a bottle plugin that changes two answers of the dashboard.
+
+    Infeasible trials are dropped from the best ones, since a storage cannot say that there is no best trial. The page's
+    editing controls are hidden, and it gets a link back.
+    """
     link = f'<body><a class="way-back" href="{way_back}">← autotune</a>' if way_back is not None else "<body>"
 
     def plugin(view: Callable[..., Any]) -> Callable[..., Any]:
         def answer(*positional: Any, **named: Any) -> Any:
             response = view(*positional, **named)
+            if isinstance(response, dict) and "best_trials" in response:
+                best = response["best_trials"]
+                response["best_trials"] = [t for t in best if all(value <= 0 for value in t["constraints"])]
             is_page = "text/html" in str(getattr(response, "content_type", ""))
             if is_page and hasattr(response.body, "read"):
                 with response.body as file:
@@ -199,8 +180,7 @@ def _read_only_page(way_back: str | None) -> Callable[[Callable[..., Any]], Call
 def app_over(storage: DashboardStorage, way_back: str | None = None) -> WSGIApplication:
     """Return the dashboard as a read-only WSGI application. ``way_back`` is the target of its link back."""
     bottle_app: Any = optuna_dashboard.wsgi(storage)
-    bottle_app.install(_drop_infeasible_best)
-    bottle_app.install(_read_only_page(way_back))
+    bottle_app.install(_as_shown_here(way_back))
 
     def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if host_name(str(environ.get("HTTP_HOST", ""))) not in OWN_NAMES:

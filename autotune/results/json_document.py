@@ -10,9 +10,8 @@ from autotune.core.candidate import Arm, Document
 from autotune.core.look import Look
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory, Source, source_of
 from autotune.core.schema import encode, make_record, record_fields, with_version
-from autotune.estimate.pooling import Speed
 from autotune.results.report import Report
-from autotune.results.study_view import Expert, StudyView, TrialView
+from autotune.results.study_view import StudyView, TrialView
 from autotune.store.records import LeftOut, Stage, StopReason, StudyState, TrialState
 
 _CANDIDATE = (("per_device_train_batch_size", int), ("gradient_accumulation_steps", int), *record_fields(Arm))
@@ -118,7 +117,12 @@ class StudyDocument:
 def report_document(report: Report) -> Document:
     """Return the whole study as ``--json`` prints it."""
     view, study, ceiling = StudyView(report), report.study, report.ceiling
-    best = view.best
+    best, expert, following = view.best, None, None
+    if (usual := view.expert) is not None:
+        parameters = usual.candidate.parameters()
+        expert = ExpertDocument(parameters, usual.samples_per_second, usual.is_measured, usual.speedup)
+    if best is not None:
+        following = NextRun(best.speed.samples_per_second, *best.speed.interval(), best.speed.processes)
     document: Document = encode(
         StudyDocument(
             **with_version({}),
@@ -139,9 +143,9 @@ def report_document(report: Report) -> Document:
             seconds=study.seconds,
             too_noisy=report.too_noisy,
             speedup=report.speedup,
-            expert=_expert_document(view.expert) if view.expert is not None else None,
+            expert=expert,
             model_flops_utilization=best.utilization if best is not None else None,
-            next_run=_next_run(best.speed) if best is not None else None,
+            next_run=following,
             best=trial_document(best) if best is not None else None,
             baseline=trial_document(view.baseline) if view.baseline is not None else None,
             trials=[trial_document(trial) for trial in view.trials],
@@ -149,15 +153,6 @@ def report_document(report: Report) -> Document:
         )
     )
     return document
-
-
-def _expert_document(expert: Expert) -> ExpertDocument:
-    candidate = expert.candidate.parameters()
-    return ExpertDocument(candidate, expert.samples_per_second, expert.is_measured, expert.speedup)
-
-
-def _next_run(speed: Speed) -> NextRun:
-    return NextRun(speed.samples_per_second, *speed.interval(), speed.processes)
 
 
 @functools.cache

@@ -8,13 +8,14 @@ from autotune.core.units import format_bytes, format_rate, format_seconds, forma
 from autotune.estimate.pooling import Speed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell, verdict_cell
 from autotune.results.report import Report
-from autotune.results.study_view import BestView, StudyView, TrialView, computed_in
+from autotune.results.study_view import BestView, StudyView, computed_in
 
 
 def report_lines(report: Report) -> list[str]:
     """Return a study as ``autotune show`` prints it, for text with tokens a second in place of durations."""
     view = StudyView(report)
     has_tokens = any(trial.tokens_per_second for trial in view.trials)
+    speeds = {view.best.record.id: view.best.speed} if view.best is not None else {}
     head = ("#", "batch×acc", "configuration", view.rate_unit, "tokens/s" if has_tokens else "took", "peak", "verdict")
     rows = [
         (
@@ -22,11 +23,12 @@ def report_lines(report: Report) -> list[str]:
             batch_cell(trial.candidate),
             trial.candidate.arm.describe(),
             speed_cell(trial.record.outcome) if isinstance(trial.record.outcome, Completed) else "",
-            _tokens_cell(trial) if has_tokens else took_cell(trial.record),
+            tokens if has_tokens else took_cell(trial.record),
             peak_cell(trial.record.outcome),
-            _verdict_cell(view, trial),
+            verdict_cell(trial.verdict, trial.record.outcome, speeds.get(trial.record.id)),
         )
         for trial in view.trials
+        for tokens in [format_rate(trial.tokens_per_second) if trial.tokens_per_second else ""]
     ]
     return [
         f"Study {view.record.name}, {view.record.started_at:%Y-%m-%d %H:%M} UTC",
@@ -35,16 +37,6 @@ def report_lines(report: Report) -> list[str]:
         "",
         *table_lines(head, rows, right=("#", "batch×acc", view.rate_unit, "tokens/s", "took", "peak")),
     ]
-
-
-def _verdict_cell(view: StudyView, trial: TrialView) -> str:
-    best = view.best
-    is_best = best is not None and trial.record.id == best.record.id
-    return verdict_cell(trial.verdict, trial.record.outcome, best.speed if best is not None and is_best else None)
-
-
-def _tokens_cell(trial: TrialView) -> str:
-    return format_rate(trial.tokens_per_second) if trial.tokens_per_second else ""
 
 
 def summary_lines(report: Report) -> list[str]:

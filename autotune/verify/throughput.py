@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -219,17 +219,14 @@ class Verification:
 
     def check(self) -> None:
         """Raise ``PromiseMissedError`` where a promise was broken."""
-        misses = self.misses()
-        if misses:
-            raise PromiseMissedError("; ".join(misses), self._hint(misses))
-
-    def _hint(self, misses: list[str]) -> str:
-        """Return advice about broken promises."""
-        batch = self.target.best.candidate.per_device_train_batch_size
-        if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
-            return f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
+        misses, batch = self.misses(), self.target.best.candidate.per_device_train_batch_size
+        if not misses:
+            return
         how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
-        return f"search again {how}; autotune devices shows other processes"
+        hint = f"search again {how}; autotune devices shows other processes"
+        if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
+            hint = f"give it {EVALUATION_BATCH}={batch}: a batch of the training's size needs less than training on it"
+        raise PromiseMissedError("; ".join(misses), hint)
 
 
 _DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
@@ -296,42 +293,39 @@ def _data_folder(target: Target, logs: Path) -> Path | None:
     return folder
 
 
-def notes(verification: Verification) -> list[str]:
-    """Return notes that limit the validity of the comparison."""
-    notes, recorded = [], verification.target.report.environment["packages"]
+def notes(verification: Verification) -> Iterator[str]:
+    """Yield notes that limit the validity of the comparison."""
+    target, obtained = verification.target, verification.obtained
+    recorded = target.report.environment["packages"]
     changed = [
         f"{name} {recorded.get(name) or 'none'}, now {now or 'none'}"
-        for name, now in verification.obtained.packages.items()
+        for name, now in obtained.packages.items()
         if recorded.get(name) != now
     ]
     if changed:
-        notes.append(f"the study was measured with {'; '.join(changed)}")
-    if (unsaved := verification.obtained.unsaved_bytes) is not None:
-        notes.append(f"no checkpoint was written, which takes about {format_bytes(unsaved)}")
-    promised, line_bytes = verification.target.promised, verification.target.report.ceiling.line_bytes
-    if verification.new_shapes and promised.new_shape_seconds:
-        notes.append(
+        yield f"the study was measured with {'; '.join(changed)}"
+    if (unsaved := obtained.unsaved_bytes) is not None:
+        yield f"no checkpoint was written, which takes about {format_bytes(unsaved)}"
+    if verification.new_shapes and target.promised.new_shape_seconds:
+        yield (
             f"{format_count(verification.new_shapes)} padded lengths were new to the GPU in these steps; the promise "
             f"allows for their extra time ({format_rate(verification.steady_promise.mean)} without it)"
         )
-    reserved = verification.peak_bytes("reserved") or 0
-    has_graphs = replays_graphs(verification.target.best.candidate.arm)
-    if (has_graphs or verification.target.has_data) and reserved > line_bytes:
+    reserved, line_bytes = verification.peak_bytes("reserved") or 0, target.report.ceiling.line_bytes
+    has_graphs = replays_graphs(target.best.candidate.arm)
+    if (has_graphs or target.has_data) and reserved > line_bytes:
         what, until = "batches of other lengths", "under its cap it frees that"
         if has_graphs:
             what, until = "CUDA graphs", "their pool is kept while the training lasts"
-        notes.append(
+        yield (
             f"the allocator kept {format_bytes(reserved)} reserved for {what}, above the {format_bytes(line_bytes)} "
             f"that leave the headroom; {until}"
         )
     peak = verification.training_peak_bytes or 0
     if verification.slack_bytes and peak > verification.promised_peak_bytes * (1 + MEMORY_TOLERANCE):
-        notes.append(
-            f"on a CPU a fresh process may use {format_bytes(verification.slack_bytes)} more than a forked one"
-        )
-    if verification.obtained.skipped_steps:
-        notes.append(f"fp16's gradient scaler skipped {verification.obtained.skipped_steps} updates at the start")
-    return notes
+        yield f"on a CPU a fresh process may use {format_bytes(verification.slack_bytes)} more than a forked one"
+    if obtained.skipped_steps:
+        yield f"fp16's gradient scaler skipped {obtained.skipped_steps} updates at the start"
 
 
 def verification_lines(verification: Verification) -> list[str]:
@@ -508,7 +502,7 @@ def verification_document(verification: Verification) -> VerificationDocument:
         memory_tolerance=MEMORY_TOLERANCE,
         memory_slack_bytes=verification.slack_bytes,
         cap_bytes=target.cap_bytes,
-        notes=notes(verification),
+        notes=[*notes(verification)],
     )
 
 
