@@ -122,7 +122,11 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
     rows = [_chosen_batch(arm, gpu.line_bytes) for arm in shown]
     if all_batches:
         head.append("fits")
-        rows = [cells for arm in gpu.arms for cells in _every_batch(arm, gpu.line_bytes)]
+        rows = [
+            {**_cells(batch, gpu.line_bytes), "configuration": "" if place else arm.arm.describe()}
+            for arm in gpu.arms
+            for place, batch in enumerate(arm.batches)
+        ]
     if all_batches or anatomy:
         head.insert(2, "allocated")
     if best is not None:
@@ -259,14 +263,6 @@ def _comparison_lines(gpus: Sequence[GpuView], columns: int | None) -> list[str]
     return narrow_table_lines(head, rows, columns, _SPARE, folds=1)
 
 
-def _every_batch(arm: ArmView, line_bytes: int) -> list[dict[str, str]]:
-    """Return the rows of one configuration, one for each batch; the first row names the configuration."""
-    rows = [_cells(batch, line_bytes) for batch in arm.batches]
-    for first in rows[:1]:
-        first["configuration"] = arm.arm.describe()
-    return rows
-
-
 def _chosen_batch(arm: ArmView, line_bytes: int) -> dict[str, str]:
     """Return the row of the fastest batch that fits, or of the largest without predicted speeds.
 
@@ -316,7 +312,7 @@ def advice_lines(
     has_prices = any(offer.cost is not None for offer in offers)
     grades = {offer.graded.grade for offer in offers if offer.graded is not None}
     head = ["GPU", "best", "samples/s", "hours", *(["cost"] if has_prices else [])]
-    rows: list[tuple[list[str], Offer]] = []
+    rows: list[tuple[list[str], tuple[str, str]]] = []
     refused: list[tuple[str, str]] = []
     for offer in ordered:
         name = f"{'* ' if offer in front else '  ' if has_prices else ''}{_name(offer)}"
@@ -327,16 +323,16 @@ def advice_lines(
         known = "" if len(grades) == 1 else f" ({offer.graded.grade})"
         # The number of GPUs says the ranks.
         candidate = replace(offer.best.candidate, arm=replace(offer.best.candidate.arm, strategy=None, ranks=1))
-        row = [name, f"{candidate.describe()}{known}", speed, format_rate(offer.hours)]
-        rows.append((row, offer))
-
-    def table(*, with_ends: bool) -> list[str]:
-        cells = [[*row, _cost_cell(offer, with_ends=with_ends)][: len(head)] for row, offer in rows]
-        return narrow_table_lines(head, cells, columns, (), folds=1)
-
-    shown = table(with_ends=True)
-    # The ends of a cost say no more than those of the speed.
-    lines += shown if columns is None or max(map(len, shown)) <= columns else table(with_ends=False)
+        costs = "", ""
+        if offer.cost is not None and offer.interval_cost is not None:
+            costs = _with_ends(offer.cost, offer.interval_cost), format_rate(offer.cost)
+        rows.append(([name, f"{candidate.describe()}{known}", speed, format_rate(offer.hours)], costs))
+    # The ends of a cost say no more than those of the speed, so a narrow table does without them.
+    wide, narrow = (
+        narrow_table_lines(head, [[*row, costs[place]][: len(head)] for row, costs in rows], columns, (), folds=1)
+        for place in (0, 1)
+    )
+    lines += wide if columns is None or max(map(len, wide)) <= columns else narrow
     # Outside the table, whose second column such a sentence would widen beyond 80 characters.
     width = max((len(name) for name in [*(row[0] for row, _ in rows), *dict(refused)]), default=0)
     lines += [f"{name:<{width}}  {why}" for name, why in refused]
@@ -346,12 +342,6 @@ def advice_lines(
         most = max(steps, key=lambda step: step.unknown_share)
         lines.append(unknown_line(most.unknown_operations, most.unknown_share))
     return lines
-
-
-def _cost_cell(offer: Offer, *, with_ends: bool) -> str:
-    if offer.cost is None or offer.interval_cost is None:
-        return ""
-    return _with_ends(offer.cost, offer.interval_cost) if with_ends else format_rate(offer.cost)
 
 
 def _with_ends(value: float, interval: tuple[float, float]) -> str:

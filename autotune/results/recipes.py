@@ -26,6 +26,7 @@ _LORA_NAMES = {
     "target_modules": "lora_target_modules",
 }
 """Names of LoRA's settings in TRL's ``ModelConfig``, and in axolotl."""
+_LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_fused_linear_cross_entropy")
 _ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
 
 
@@ -113,34 +114,22 @@ def _axolotl(export: Export, workload: Any) -> dict[str, Any]:
         # Weights in 16 bits without autocast.
         **({export.model_arguments["dtype"]: True} if is_half and arm.precision not in ("bf16", "fp16") else {}),
         "gradient_checkpointing": arm.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False} if arm.gradient_checkpointing else None,
         "optimizer": arm.optim,
         "attn_implementation": arm.attn_implementation,
         "torch_compile": arm.torch_compile,
+        "torch_compile_mode": arm.torch_compile_mode,
         "dataloader_num_workers": arm.dataloader_num_workers,
-        **({"accelerator_config": {"non_blocking": True}} if arm.non_blocking else {}),
-    }
-    if arm.gradient_checkpointing:
-        settings["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if arm.torch_compile_mode is not None:
-        settings["torch_compile_mode"] = arm.torch_compile_mode
-    if arm.dataloader_prefetch_factor is not None:
-        settings["dataloader_prefetch_factor"] = arm.dataloader_prefetch_factor
-    if arm.use_liger_kernel:
-        settings["plugins"] = ["axolotl.integrations.liger.LigerPlugin"]
+        "dataloader_prefetch_factor": arm.dataloader_prefetch_factor,
+        "accelerator_config": {"non_blocking": True} if arm.non_blocking else None,
+        "plugins": ["axolotl.integrations.liger.LigerPlugin"] if arm.use_liger_kernel else None,
         # What use_liger_kernel of a Trainer turns on.
-        settings |= {
-            "liger_rope": True,
-            "liger_rms_norm": True,
-            "liger_glu_activation": True,
-            "liger_fused_linear_cross_entropy": True,
-        }
-    if export.lora:
-        settings |= {
-            "adapter": "qlora" if export.bits.get("load_in_4bit") else "lora",
-            **_adapters(export, _LORA_NAMES),
-        }
-    settings |= {name: True for name in ("load_in_4bit", "load_in_8bit") if export.bits.get(name)}
-    return settings
+        **dict.fromkeys(_LIGER if arm.use_liger_kernel else (), True),
+        "adapter": ("qlora" if export.bits.get("load_in_4bit") else "lora") if export.lora else None,
+        **_adapters(export, _LORA_NAMES),
+        **{name: True for name in ("load_in_4bit", "load_in_8bit") if export.bits.get(name)},
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:

@@ -304,14 +304,12 @@ def placement_of(report: Report, among: Sequence[Device] | None = None) -> Place
     devices = list_devices() if among is None else tuple(among)
     if "ranks" in measured:
         return Placement.of(*devices_of_ranks(measured, report.study.name, devices))
-    here = [device for device in devices if device.kind == measured["device_kind"]]
-    for device in here:
-        if device.uuid == measured["device_uuid"] and device.name == measured["device_name"]:
-            return Placement.of(device)
-    for device in here:
-        same_size = device.memory_total_bytes == measured["device_memory_bytes"]
-        if device.name == measured["device_name"] and (same_size or device.kind == "cpu"):
-            return Placement.of(device)
+    kind, name = measured["device_kind"], measured["device_name"]
+    alike = [device for device in devices if (device.kind, device.name) == (kind, name)]
+    same = [device for device in alike if device.uuid == measured["device_uuid"]]
+    same += [d for d in alike if d.kind == "cpu" or d.memory_total_bytes == measured["device_memory_bytes"]]
+    if same:
+        return Placement.of(same[0])
     names = ", ".join(f"{device.label} ({device.name})" for device in devices)
     raise DeviceError(
         f"the study {report.study.name!r} was measured on {measured['device_name']}; this machine has {names}",

@@ -21,7 +21,16 @@ from markupsafe import Markup
 from autotune import __version__
 from autotune.core.outcome import merge_kinds
 from autotune.core.prediction import MemoryPrediction
-from autotune.core.units import GIB, MIB, format_bytes, format_next_run, format_rate, format_seconds, plural
+from autotune.core.units import (
+    GIB,
+    MIB,
+    format_bytes,
+    format_next_run,
+    format_rate,
+    format_seconds,
+    in_one_line,
+    plural,
+)
 from autotune.estimate.step_time import StepTime
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, took_cell
 from autotune.results.chart_data import SpeedChart, SpeedPoint, speed_chart, step_rows
@@ -33,13 +42,6 @@ from autotune.results.wording import times
 FOLDER = Path(__file__).with_name("templates")
 _FORMATS = (format_bytes, format_rate, format_next_run, format_seconds, plural, times)
 _CELLS = (batch_cell, peak_cell, speed_cell, took_cell)
-
-
-def legible(text: str) -> str:
-    """Escape control characters and lone surrogates, which HTML or UTF-8 cannot contain."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 @functools.cache
@@ -62,10 +64,11 @@ def environment(*folders: Path) -> jinja2.Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as escaped text; ``None`` as empty text."""
-    if value is None:
-        return ""
-    return value if isinstance(value, Markup) else legible(str(value))
+    """Return a value as text; ``None`` as empty text. Control characters and lone surrogates are escaped."""
+    if value is None or isinstance(value, Markup):
+        return value or ""
+    text = str(value)
+    return text if text.isprintable() else "\n".join(map(in_one_line, text.split("\n")))
 
 
 COLORS = 8
