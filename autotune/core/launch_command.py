@@ -84,27 +84,20 @@ _ASK_FOR_FSDP = "ask for FSDP with --strategy ddp,fsdp and --gpus"
 _REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CommandLine:
-    """A command line without its launchers."""
-
-    words: tuple[str, ...]
-    """A file or ``-m`` and a module, then its own options."""
-    variables: tuple[tuple[str, str], ...] = ()
-    """Variables of the environment that the launcher would have set and that scripts read."""
-    rank_variables: tuple[tuple[str, str], ...] = ()
-    """Those that tell a single process of ``torchrun`` which one it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class _LaunchContext:
-    """What is known while launchers are taken off."""
+    """A command line, of which the launchers are taken off."""
 
     command: str
+    """The whole, for messages."""
     ranks: int
     """The processes that each trial has."""
-    variables: dict[str, str]
-    rank_variables: dict[str, str]
+    variables: tuple[tuple[str, str], ...]
+    """Variables of the environment that launchers would have set and that scripts read."""
+    is_ranked: bool = False
+    """Whether it is started by ``torchrun``, which tells each process its rank (``ALONE``)."""
+    words: tuple[str, ...] = ()
+    """What is left without launchers: a file or ``-m`` and a module, then its own options."""
 
     def check_number(self, number: str, said: str, left: Sequence[str]) -> None:
         """Raise ``InvalidRequestError`` where the launcher starts another number of processes than the trial has."""
@@ -150,7 +143,7 @@ class _LaunchContext:
         return InvalidRequestError(f"{self.command[:80]!r} {why}", hint)
 
 
-_TakeOff = Callable[[list[str], _LaunchContext], list[str]]
+_TakeOff = Callable[[list[str], CommandLine], list[str]]
 """Returns what a launcher runs, given the words after its name; raises ``InvalidRequestError`` where it is refused."""
 
 # Words of torchrun for as many processes as there are GPUs.
@@ -168,25 +161,23 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
             if os.environ.get(variable, "1") != "1":
                 raise _sharing_samples_error(variable)
     filled, left = _split_filled_variables(words)
-    launch = _LaunchContext(command, ranks, filled, {})
+    launch = CommandLine(command, ranks, filled)
     for _ in range(len(words) + 1):
         left = _without_python(left, command)
         name = _command_of(left)
         if name is None:
             break
         left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], launch)
-    variables, rank_variables = sorted(launch.variables.items()), sorted(launch.rank_variables.items())
-    return CommandLine(tuple(left), tuple(variables), tuple(rank_variables))
+    launch.words, launch.variables = tuple(left), tuple(sorted(launch.variables))
+    return launch
 
 
-def _split_filled_variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+def _split_filled_variables(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
     """Split leading variables with placeholders, as in ``BATCH={batch} python train.py``, from a command."""
     left = list(words[1:] if words and Path(words[0]).name == "env" else words)
-    filled = {}
-    while left and _ASSIGNMENT.match(left[0]) and placeholders_in(left[0]):
-        name, _, value = left.pop(0).partition("=")
-        filled[name] = value
-    return (filled, left) if filled else ({}, list(words))
+    filled = list(itertools.takewhile(lambda word: _ASSIGNMENT.match(word) and placeholders_in(word), left))
+    variables = dict(word.split("=", 1) for word in filled)
+    return tuple(variables.items()), left[len(filled) :] if filled else list(words)
 
 
 def find_command(name: str) -> str | None:
@@ -245,26 +236,25 @@ def _command_of(words: Sequence[str]) -> str | None:
     return name if name in _TAKE_OFF and not is_own_file else None
 
 
-def _take_off_torchrun(words: list[str], launch: _LaunchContext) -> list[str]:
+def _take_off_torchrun(words: list[str], launch: CommandLine) -> list[str]:
     """Return the words after ``torchrun`` and its options, having checked its numbers of hosts and processes."""
     given, left = _split_launcher_options(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
     if "nnodes" in given:
         launch.check_hosts(given["nnodes"], f"--nnodes {given['nnodes']}", left)
     if "nproc-per-node" in given:
         launch.check_number(given["nproc-per-node"], f"--nproc-per-node {given['nproc-per-node']}", left)
-    if launch.ranks == 1:
-        launch.rank_variables.update(ALONE)
+    launch.is_ranked = launch.ranks == 1
     return left
 
 
-def _take_off_accelerate(words: list[str], launch: _LaunchContext) -> list[str]:
+def _take_off_accelerate(words: list[str], launch: CommandLine) -> list[str]:
     """Return the words after ``accelerate launch`` and its options. Refuse other commands of accelerate."""
     if words[:1] != ["launch"]:
         raise launch.error("starts no training", "give the script and its own options: -- python train.py …")
     return _take_off_accelerate_launch(words[1:], launch)
 
 
-def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> list[str]:
+def _take_off_accelerate_launch(words: list[str], launch: CommandLine) -> list[str]:
     """Return the words after the options of ``accelerate launch``, having checked options and configuration file."""
     flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
     given, left = _split_launcher_options(words, _ACCELERATE_OPTIONS, flags, launch)
@@ -290,7 +280,7 @@ def _take_off_accelerate_launch(words: list[str], launch: _LaunchContext) -> lis
     if launch.ranks == 1 and kind != "NO" and given.get("num-processes") != "1":
         raise launch.several_processes_error(f"distributed_type: {config['distributed_type']} in {path}", left)
     if precision := said.get("mixed-precision", ("",))[0].strip("'\""):
-        launch.variables["ACCELERATE_MIXED_PRECISION"] = precision
+        launch.variables = tuple({**dict(launch.variables), "ACCELERATE_MIXED_PRECISION": precision}.items())
     return left
 
 
@@ -322,21 +312,18 @@ class _Tool:
     variable: str | None = None
     """Environment variable with the number of processes; ``None`` where there is none."""
 
-    def take_off(self, words: list[str], launch: _LaunchContext) -> list[str]:
+    def take_off(self, words: list[str], launch: CommandLine) -> list[str]:
         """Return ``-m``, the module that this command starts, and the module's options."""
         if not words or words[0].startswith("-") or (self.trains and words[0] not in self.trains):
             example = self.module.format(self.trains[0] if self.trains else "sft")
             raise launch.error("names no training", f"give its module: -- python -m {example} …")
         left = ["-m", self.module.format(words[0].replace("-", "_"))]
         started: list[tuple[str, str]] = []
-        rest = words[1:]
-        while rest:
-            word = rest.pop(0)
+        rest = iter(words[1:])
+        for word in rest:
             name, equals, value = word.partition("=")
             if name in _STARTED_BY:
-                if not equals and rest:
-                    value = rest.pop(0)
-                started.append((name, value))
+                started.append((name, value if equals else next(rest, "")))
             elif name not in ("--accelerate", "--no-accelerate"):
                 left.append(word)
         for name, value in started:
@@ -361,7 +348,7 @@ _TOOLS = {
 }
 
 
-def _refuse_environment(words: list[str], launch: _LaunchContext) -> list[str]:
+def _refuse_environment(words: list[str], launch: CommandLine) -> list[str]:
     """Raise the error for launchers such as ``uv run``, which should start autotune instead."""
     name = Path(launch.command.split()[0]).name
     rest = words[1:] if words[:1] == ["run"] else words
@@ -372,7 +359,7 @@ def _refuse_environment(words: list[str], launch: _LaunchContext) -> list[str]:
     )
 
 
-def _refuse_shell(words: list[str], launch: _LaunchContext) -> list[str]:
+def _refuse_shell(words: list[str], launch: CommandLine) -> list[str]:
     raise launch.error(
         "is run by a shell, which starts other processes that cannot be measured from within",
         "give the line with python that it contains: -- python train.py …",
@@ -382,7 +369,7 @@ def _refuse_shell(words: list[str], launch: _LaunchContext) -> list[str]:
 def _refuse_as(what: str) -> _TakeOff:
     """Return a function that refuses a launcher with the reason ``what``."""
 
-    def refuse(words: list[str], launch: _LaunchContext) -> list[str]:
+    def refuse(words: list[str], launch: CommandLine) -> list[str]:
         raise launch.not_measurable_error(what, _words_from_python(words))
 
     return refuse
@@ -408,7 +395,7 @@ _TAKE_OFF: dict[str, _TakeOff] = {
 
 
 def _split_launcher_options(
-    words: list[str], options: frozenset[str], flags: frozenset[str], launch: _LaunchContext
+    words: list[str], options: frozenset[str], flags: frozenset[str], launch: CommandLine
 ) -> tuple[dict[str, str], list[str]]:
     """Split a launcher's options from the command that it launches: a file or ``-m`` and a module, with options."""
     given: dict[str, str] = {}

@@ -33,30 +33,6 @@ _MOST_CONFIG_BYTES = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
-    """The values that a command line is filled with."""
-
-    batch: int
-    accumulation: int
-    precision: Precision = "fp32"
-    checkpointing: bool = False
-    sample_tokens: int | None = None
-    """Tokens of a sample, for ``{effective_tokens}``."""
-
-    @classmethod
-    def of(cls, candidate: Candidate, sample_tokens: int | None = None) -> Values:
-        """Return the values of a candidate."""
-        arm = candidate.arm
-        return cls(
-            candidate.per_device_train_batch_size,
-            candidate.gradient_accumulation_steps,
-            arm.precision,
-            arm.gradient_checkpointing,
-            sample_tokens,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Placeholder:
     """A placeholder as it was written."""
 
@@ -80,25 +56,25 @@ class Placeholder:
         may_be_unset = self.name == "checkpointing" or self.is_option
         return not self.words or key in self.words or (may_be_unset and key == _UNSET.get(self.name))
 
-    def fill(self, values: Values) -> str:
+    def fill(self, candidate: Candidate, sample_tokens: int | None) -> str:
         """Return the text that replaces the placeholder."""
+        batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
         match self.name:
             case "batch":
-                return str(values.batch)
+                return str(batch)
             case "accumulation":
-                return str(values.accumulation)
+                return str(accumulation)
             case "effective_batch":
-                return str(values.batch * values.accumulation)
+                return str(batch * accumulation)
             case "effective_tokens":
-                tokens = int(self.said) if self.said else values.sample_tokens
+                tokens = int(self.said) if self.said else sample_tokens
                 assert tokens is not None
-                return str(values.batch * values.accumulation * tokens)
+                return str(batch * accumulation * tokens)
             case "precision":
-                return self.words.get(values.precision, "") if self.words else values.precision
+                return self.words.get(candidate.arm.precision, "") if self.words else candidate.arm.precision
             case _:
-                if not self.words:
-                    return "true" if values.checkpointing else "false"
-                return self.words.get("on" if values.checkpointing else "off", "")
+                is_on = candidate.arm.gradient_checkpointing
+                return self.words.get("on" if is_on else "off", "") if self.words else str(is_on).lower()
 
     def check(self) -> None:
         """Raise ``InvalidRequestError`` where the text after the placeholder's colon is malformed."""
@@ -129,54 +105,6 @@ def placeholders_in(text: str) -> list[Placeholder]:
     return [Placeholder(match[1], match[2]) for match in _PLACEHOLDER.finditer(text)]
 
 
-def fill_text(text: str, values: Values) -> str:
-    """Return a text with its placeholders filled."""
-    return _PLACEHOLDER.sub(lambda match: Placeholder(match[1], match[2]).fill(values), text)
-
-
-def fill_words(words: Sequence[str], values: Values) -> tuple[str, ...]:
-    """Return the words of a command line with their placeholders filled.
-
-    Arguments without a value are dropped: an empty word for options, an option with an empty value, ``name=``.
-    """
-    filled: list[str] = []
-    for word in words:
-        match = _PLACEHOLDER.fullmatch(word)
-        if match is not None:
-            placeholder = Placeholder(match[1], match[2])
-            text = placeholder.fill(values)
-            if placeholder.is_option:
-                filled += shlex.split(text)
-            elif text:
-                filled.append(text)
-            elif filled and _takes_next(filled[-1]):
-                filled.pop()
-            continue
-        text = fill_text(word, values)
-        if text == word or not text.endswith("="):
-            filled.append(text)
-    return tuple(filled)
-
-
-def without_placeholders(words: Sequence[str]) -> tuple[str, ...] | None:
-    """Return the words without any argument that has a placeholder, so that the script uses its defaults.
-
-    ``None`` where a placeholder is a positional argument, whose place the next argument would take.
-    """
-    left: list[str] = []
-    for word in words:
-        match = _PLACEHOLDER.fullmatch(word)
-        if match is not None and not Placeholder(match[1], match[2]).is_option:
-            if not left or not _takes_next(left[-1]):
-                return None
-            left.pop()
-        elif match is None and not _PLACEHOLDER.search(word):
-            left.append(word)
-        elif match is None and not word.startswith("-") and "=" not in word.partition("{")[0]:
-            return None
-    return tuple(left)
-
-
 def _takes_next(word: str) -> bool:
     """Return whether this word is an option without ``=``, so that the next word may be its value."""
     return word.startswith("-") and "=" not in word
@@ -190,6 +118,10 @@ class Template:
     variables: tuple[tuple[str, str], ...]
     files: tuple[str, ...]
     """Absolute paths."""
+    cwd: str
+    """The folder in which the command line is run."""
+    sample_tokens: int | None = None
+    """Tokens of a sample, for ``{effective_tokens}``; ``None`` where they are not known."""
 
     @property
     def placeholders(self) -> list[Placeholder]:
@@ -217,32 +149,71 @@ class Template:
         return any(each.name == "effective_tokens" and not each.said for each in self.placeholders)
 
     def own_words(self) -> tuple[str, ...] | None:
-        """Return the words with which the script uses its own defaults; ``None`` where these are unknown."""
-        return None if self.files else without_placeholders(self.words)
+        """Return the words without any argument that has a placeholder, so that the script uses its own defaults.
 
-    def fill(self, values: Values, folder: str, cwd: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-        """Return words and variables filled with the values. Configuration files are copied, filled, to ``folder``."""
+        ``None`` where these are unknown: with configuration files, and where a placeholder is a positional argument,
+        whose place the next argument would take.
+        """
+        left: list[str] = []
+        for word in self.words:
+            match = _PLACEHOLDER.fullmatch(word)
+            if match is not None and not Placeholder(match[1], match[2]).is_option:
+                if not left or not _takes_next(left[-1]):
+                    return None
+                left.pop()
+            elif match is None and not _PLACEHOLDER.search(word):
+                left.append(word)
+            elif match is None and not word.startswith("-") and "=" not in word.partition("{")[0]:
+                return None
+        return None if self.files else tuple(left)
+
+    def fill(self, candidate: Candidate, folder: str) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return words and variables filled for a candidate. Configuration files are copied, filled, to ``folder``."""
         copies = {}
         for at, path in enumerate(self.files):
             copies[path] = os.path.join(folder, str(at), os.path.basename(path))
             os.makedirs(os.path.dirname(copies[path]), exist_ok=True)
-            text = "".join(fill_text(line, values) if is_read else line for line, is_read in _lines_of(path))
+            text = "".join(self._fill(line, candidate) if is_read else line for line, is_read in _lines_of(path))
             Path(copies[path]).write_text(text, encoding="utf-8")
-        named = [_exchange(word, cwd, copies) for word in self.words]
-        return fill_words(named, values), self.fill_variables(values)
+        named = [_exchange(word, self.cwd, copies) for word in self.words]
+        return self.fill_words(named, candidate), self.fill_variables(candidate)
 
-    def fill_variables(self, values: Values) -> tuple[tuple[str, str], ...]:
-        """Return the variables with the values in place."""
-        return tuple((name, fill_text(value, values)) for name, value in self.variables)
+    def fill_variables(self, candidate: Candidate) -> dict[str, str]:
+        """Return the variables with the candidate's values in place."""
+        return {name: self._fill(value, candidate) for name, value in self.variables}
+
+    def fill_words(self, words: Sequence[str], candidate: Candidate) -> tuple[str, ...]:
+        """Return the words of a command line with their placeholders filled.
+
+        Arguments without a value are dropped: an empty word for options, an option with an empty value, ``name=``.
+        """
+        filled: list[str] = []
+        for word in words:
+            text, match = self._fill(word, candidate), _PLACEHOLDER.fullmatch(word)
+            if match is not None and Placeholder(match[1], match[2]).is_option:
+                filled += shlex.split(text)
+            elif match is not None and not text:
+                if filled and _takes_next(filled[-1]):
+                    filled.pop()
+            elif text == word or match is not None or not text.endswith("="):
+                filled.append(text)
+        return tuple(filled)
+
+    def _fill(self, text: str, candidate: Candidate) -> str:
+        """Return a text with its placeholders filled."""
+        tokens = self.sample_tokens
+        return _PLACEHOLDER.sub(lambda match: Placeholder(match[1], match[2]).fill(candidate, tokens), text)
 
 
-def read_template(words: Sequence[str], variables: Sequence[tuple[str, str]], cwd: str) -> Template:
+def read_template(
+    words: Sequence[str], variables: Sequence[tuple[str, str]], cwd: str, sample_tokens: int | None = None
+) -> Template:
     """Return the template of a script's options; raises ``InvalidRequestError`` where a placeholder is malformed."""
     for word in words:
         _check_is_whole(word, words)
     named = (path for word in words for path in _paths_in(word, cwd))
     files = tuple(dict.fromkeys(path for path in named if _in_file(path)))
-    template = Template(tuple(words), tuple(variables), files)
+    template = Template(tuple(words), tuple(variables), files, cwd, sample_tokens)
     for placeholder in template.placeholders:
         placeholder.check()
     if template.precisions == ():

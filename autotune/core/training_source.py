@@ -18,7 +18,7 @@ from typing import Any, Literal
 from autotune.core.candidate import Document
 from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.errors import InvalidRequestError
-from autotune.core.launch_command import CommandLine, find_command, without_launchers
+from autotune.core.launch_command import ALONE, CommandLine, find_command, without_launchers
 from autotune.core.placeholders import Template, read_template
 from autotune.core.schema import decode
 
@@ -125,7 +125,7 @@ class TrainingSource:
     @property
     def template(self) -> Template:
         """The script's command line as a template; for a function, one without placeholders."""
-        return read_template(self.argv, self.variables, self.cwd)
+        return read_template(self.argv, self.variables, self.cwd, self.interface.sample_tokens)
 
     def masked(self) -> TrainingSource:
         """Return the source without secrets on its command line, for records and messages."""
@@ -231,7 +231,7 @@ def _script(file: Path, arguments: Sequence[str], launched: CommandLine, module:
     """Return the source of a script with these arguments and its launcher's variables."""
     template = read_template(arguments, launched.variables, os.getcwd())
     # Only scripts with placeholders get the rank variables: a Trainer would wrap its model for a process group of one.
-    ranks = launched.rank_variables if template.names else ()
+    ranks = tuple(sorted(ALONE.items())) if launched.is_ranked and template.names else ()
     return TrainingSource(
         "script",
         str(file),
@@ -240,7 +240,7 @@ def _script(file: Path, arguments: Sequence[str], launched: CommandLine, module:
         tuple(arguments),
         module,
         variables=(*launched.variables, *ranks),
-        is_ranked=bool(launched.rank_variables) and not ranks,
+        is_ranked=launched.is_ranked and not ranks,
     )
 
 

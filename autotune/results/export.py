@@ -13,7 +13,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Framework
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError, NoResultError
-from autotune.core.placeholders import Template, Values, fill_words
+from autotune.core.placeholders import Template
 from autotune.core.rehearsal import Rehearsal
 from autotune.core.schema import decode
 from autotune.core.training_source import TrainingSource
@@ -148,8 +148,8 @@ class Export:
         """Environment variables of the measurement that a launcher does not set by itself."""
         # torchrun and accelerate set it to 1.
         threads = {} if self.omp_threads in (None, "1") else {"OMP_NUM_THREADS": self.omp_threads}
-        filled = self.template.fill_variables(self.placeholder_values) if self.template is not None else ()
-        return {**self.environment, **threads, **dict(filled)}
+        filled = self.template.fill_variables(self.candidate) if self.template is not None else {}
+        return {**self.environment, **threads, **filled}
 
     @property
     def applied(self) -> str:
@@ -164,11 +164,6 @@ class Export:
             statements.append("trainer.model_accepts_loss_kwargs = False")
             statements += ["trainer.accelerator.gradient_accumulation_steps = 1"] * self.accelerate_divides
         return "; ".join(statements)
-
-    @property
-    def placeholder_values(self) -> Values:
-        """The values for the placeholders of the command line."""
-        return Values.of(self.candidate, self.interface.sample_tokens)
 
     @property
     def measured_arguments(self) -> dict[str, Any]:
@@ -498,7 +493,7 @@ def _flags(export: Export) -> list[str]:
         words = [
             *(["env", *variables] if variables else []),
             "python",
-            *fill_words(export.command, export.placeholder_values),
+            *export.template.fill_words(export.command, export.candidate),
         ]
         return [shlex.join(words)]
     if export.source is None or export.framework == "trainer":

@@ -64,9 +64,10 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
             named = ", ".join(f"{{{name}}}" for name in sorted(missing))
             notes.append(f"note: {named} has no place in this command, so that the script decides that")
         folder = tempfile.mkdtemp(prefix="autotune-run-") if source.template.files else None
-        words, filled = source.template.fill(export.placeholder_values, folder or "", source.cwd)
+        template = replace(source, interface=export.interface).template
+        words, filled = template.fill(export.candidate, folder or "")
         source, settings = replace(source, argv=words, variables=()), {}
-        variables |= dict(filled)
+        variables |= filled
     is_trainer = export.framework == "trainer"
     if is_trainer:
         notes += [f"by hand {line}" for line in made_by_hand(export)]

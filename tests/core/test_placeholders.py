@@ -6,21 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import InvalidRequestError
 from autotune.core.launch_command import without_launchers
-from autotune.core.placeholders import Template, Values, read_template
+from autotune.core.placeholders import Template, read_template
 from autotune.core.training_source import find_script
 
-ON = Values(16, 4, "bf16", True)
-OFF = Values(8, 8, "fp32", False)
+ON = Candidate(Arm("bf16", gradient_checkpointing=True), 16, 4)
+OFF = Candidate(Arm("fp32"), 8, 8)
 
 
 def template(line: str) -> Template:
     return read_template(shlex.split(line), (), "/")
 
 
-def filled(line: str, values: Values = ON) -> str:
-    words, _ = template(line).fill(values, "/nowhere", "/")
+def filled(line: str, candidate: Candidate = ON) -> str:
+    words, _ = template(line).fill(candidate, "/nowhere")
     return shlex.join(words)
 
 
@@ -127,7 +128,7 @@ def test_a_configuration_file_is_copied_with_the_values(tmp_path: Path, name: st
         assert found.files == (str(tmp_path / name),)
         assert "batch" in found.names
         assert found.own_words() is None
-        (word, other), _ = found.fill(ON, str(tmp_path / "copies"), str(tmp_path))
+        (word, other), _ = found.fill(ON, str(tmp_path / "copies"))
         assert other == "plain.yaml"
         assert Path(word.rpartition("=")[2]).read_text() == expected
     assert (tmp_path / name).read_text() == text
@@ -148,6 +149,6 @@ def test_variables_of_the_environment_may_have_placeholders() -> None:
     for words in (["BATCH={batch}", "python", "t.py"], ["env", "BATCH={batch}", "python", "t.py"]):
         launched = without_launchers(words)
         assert (launched.words, launched.variables) == (("t.py",), (("BATCH", "{batch}"),))
-    assert read_template((), launched.variables, "/").fill(ON, "/nowhere", "/") == ((), (("BATCH", "16"),))
+    assert read_template((), launched.variables, "/").fill(ON, "/nowhere") == ((), {"BATCH": "16"})
     with pytest.raises(InvalidRequestError, match="begins with a variable"):
         without_launchers(["OMP_NUM_THREADS=1", "python", "t.py", "{batch}"])

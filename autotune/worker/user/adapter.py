@@ -74,35 +74,27 @@ GiveBatches = Callable[[], Iterator[Any]]
 
 
 class Observer:
-    """Base of what observes a training on a framework, to measure or inspect it."""
+    """Observes a training on a framework, to measure its steps. An inspection has a subclass of its own."""
 
-    steps: LoopSteps | None = None
-    """What measures the steps; ``None`` in an inspection."""
-
-    def __init__(self, output_dir: str, *, on_cpu: bool) -> None:
+    def __init__(
+        self, output_dir: str, *, on_cpu: bool, steps: LoopSteps | None = None, loader_key: str | None = None
+    ) -> None:
         self.output_dir, self.on_cpu = output_dir, on_cpu
-
-    def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Yield the batches of a loader; ``give`` returns its own iterator."""
-        raise NotImplementedError
-
-    def begins(self, overlay: Overlay, loader: Any) -> None:
-        """Handle the start of a framework's own training loop over a loader."""
-
-
-class Measured(Observer):
-    """Observes a training to measure its steps."""
-
-    def __init__(self, steps: LoopSteps, loader_key: str | None, output_dir: str, *, on_cpu: bool) -> None:
-        super().__init__(output_dir, on_cpu=on_cpu)
         self.steps, self._loader_key = steps, loader_key
+        """What measures the steps, and the key of the training loader; ``None`` in an inspection."""
 
     def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Yield the batches of a loader; of the training loader endlessly, each as a micro-step."""
+        """Yield the batches of a loader; of the training loader endlessly, each as a micro-step.
+
+        ``give`` returns the loader's own iterator.
+        """
         from autotune.worker.user.loader_overlay import key_of
 
         assert self.steps is not None
         return self.steps.repeated(give) if key_of(loader) == self._loader_key else give()
+
+    def begins(self, overlay: Overlay, loader: Any) -> None:
+        """Handle the start of a framework's own training loop over a loader."""
 
 
 class Overlay:

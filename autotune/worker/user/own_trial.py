@@ -19,7 +19,6 @@ from autotune.core.lengths import PlannedRun, SampleLengths, shapes_of
 from autotune.core.loop import LoopConfig, loop_arguments
 from autotune.core.messages import TrialWork
 from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, Outcome, OutOfMemory
-from autotune.core.placeholders import Values
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.space.levers import HALF
@@ -28,7 +27,7 @@ from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks, problem_of_loss
-from autotune.worker.user.adapter import Changes, Measured
+from autotune.worker.user.adapter import Changes, Observer
 from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, set_options, trim
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
@@ -221,8 +220,8 @@ class OwnTrial(Trial):
         steps = self._loop_steps(run)
         changes = Changes.of(source, candidate, takes, run, epoch_batches=self._epoch_batches)
         set_options(changes.options)
-        measured = Measured(steps, source.interface.loader_key, output_dir, on_cpu=self._device_kind == "cpu")
-        OVERLAYS[source.framework](changes, measured).install()
+        on_cpu, key = self._device_kind == "cpu", source.interface.loader_key
+        OVERLAYS[source.framework](changes, Observer(output_dir, on_cpu=on_cpu, steps=steps, loader_key=key)).install()
         run_script(source, output_dir)
 
     def _run_with_placeholders(self, output_dir: str) -> None:
@@ -230,11 +229,9 @@ class OwnTrial(Trial):
         source, interface = self._source, self._source.interface
         template = source.template
         self._run_all_micro_steps()
-        words, variables = template.own_words() or (), {}
+        words, variables = template.own_words() or (), dict[str, str]()
         if not self._is_unmodified:
-            values = Values.of(self._candidate, interface.sample_tokens)
-            words, filled = template.fill(values, os.path.join(self._scratch.path, "filled"), source.cwd)
-            variables = dict(filled)
+            words, variables = template.fill(self._candidate, os.path.join(self._scratch.path, "filled"))
         set_variables(source.variables, variables)
         self._checks.watch.watch_checkpoints()
         self._checks.watch.watch_updates_by_hand()

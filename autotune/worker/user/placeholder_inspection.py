@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
-from autotune.core.candidate import OWN_OPTIM
+from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.messages import Problem
-from autotune.core.placeholders import Template, Values, fill_words
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import ForkedRun, in_fork
 from autotune.worker.trial.training_watch import ShapesByPlace
@@ -57,9 +56,9 @@ class _RejectedError(UserCodeError):
 
 
 class ToldRun(NamedTuple):
-    """A run of the script with certain values."""
+    """A run of the script with the values of a candidate."""
 
-    told: Values
+    told: Candidate
     seen: ScriptRun
     """What the run showed."""
 
@@ -79,8 +78,9 @@ class _ScriptInspector:
 
     def __init__(self, code: Code) -> None:
         self._source, self._scratch = code.source, code.scratch
-        self._template: Template = code.source.template
-        self._sample_tokens: int | None = _ANY_SAMPLE_TOKENS if self._template.asks_sample_tokens else None
+        self._template = code.source.template
+        if self._template.asks_sample_tokens:
+            self._template = dataclasses.replace(self._template, sample_tokens=_ANY_SAMPLE_TOKENS)
 
     def model(self) -> ModelFacts:
         """Return the facts of the model, and which settings of a candidate the script applies.
@@ -107,7 +107,7 @@ class _ScriptInspector:
         own = None if has_batch else self._run_with_defaults(_LEAST_PATIENCE_SECONDS)
         values, other_values = self._two_value_sets(batches, own)
         if self._template.asks_sample_tokens:
-            self._sample_tokens = self._tokens_of_sample(values)
+            self._template = dataclasses.replace(self._template, sample_tokens=self._tokens_of_sample(values))
         began = time.monotonic()
         first = ToldRun(values, self._run_with(values))
         seconds = time.monotonic() - began
@@ -118,7 +118,7 @@ class _ScriptInspector:
             own = self._run_with_defaults(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
         return self._facts(own, site, first, second)
 
-    def _two_value_sets(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Values, Values]:
+    def _two_value_sets(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Candidate, Candidate]:
         """Return two sets of values with the same samples in a step.
 
         They differ in every value, save the batch without a ``{batch}`` and the precision where there is just one.
@@ -131,16 +131,16 @@ class _ScriptInspector:
         one, *others = precisions
         two = next((name for name in ("bf16", "fp16", "tf32") if name in others), one)
         return (
-            Values(batches[0], accumulations[0], one, False, self._sample_tokens),
-            Values(batches[1], accumulations[1], two, True, self._sample_tokens),
+            Candidate(Arm(one), batches[0], accumulations[0]),
+            Candidate(Arm(two, gradient_checkpointing=True), batches[1], accumulations[1]),
         )
 
-    def _tokens_of_sample(self, values: Values) -> int:
+    def _tokens_of_sample(self, values: Candidate) -> int:
         """Return the number of tokens in a sample, for a placeholder with the effective batch in tokens."""
         seen = self._run_with(values, to_first_call=True)
         for _, shapes in seen.calls:
             for place, shape in shapes.items():
-                if len(shape) == 2 and shape[0] == values.batch and not place.startswith("out"):
+                if len(shape) == 2 and shape[0] == values.per_device_train_batch_size and not place.startswith("out"):
                     return shape[1]
         raise UserCodeError(
             f"{self._source.name}: its model was given {_shape(seen)}, and it is not known what a sample of that is",
@@ -159,18 +159,17 @@ class _ScriptInspector:
         seen = child.result(patience_seconds)
         return seen if seen is not None and seen.problem is None else None
 
-    def _run_with(self, values: Values, *, to_first_call: bool = False) -> ScriptRun:
+    def _run_with(self, values: Candidate, *, to_first_call: bool = False) -> ScriptRun:
         """Run the script with these values in a fork, until its second step or only until the first call of a model.
 
         Raises ``UserCodeError`` where it does not train with them.
         """
-        values = dataclasses.replace(values, sample_tokens=self._sample_tokens)
-        folder = os.path.join(self._scratch.path, f"filled-{values.batch}-{values.accumulation}")
-        words, variables = self._template.fill(values, folder, self._source.cwd)
+        pair = values.per_device_train_batch_size, values.gradient_accumulation_steps
+        words, variables = self._template.fill(values, os.path.join(self._scratch.path, f"filled-{pair[0]}-{pair[1]}"))
         # Messages name the original words: the copies of configuration files are gone when a message is read.
-        said = fill_words(self._template.words, values)
+        said = self._template.fill_words(self._template.words, values)
         seen = in_fork(
-            ScriptRun, lambda send: self._run_here(words, dict(variables), send, said, to_first_call=to_first_call)
+            ScriptRun, lambda send: self._run_here(words, variables, send, said, to_first_call=to_first_call)
         )
         if seen.problem is not None:
             kind = _RejectedError if seen.is_rejected else UserCodeError
@@ -225,22 +224,24 @@ class _ScriptInspector:
 
     def _check(self, first: ToldRun, second: ToldRun) -> Site | None:
         """Return where samples enter the model, if known. Raises ``UserCodeError`` where the script did not obey."""
-        (values, one), (other_values, two) = first, second
+        (told, one), (other_told, two) = first, second
+        batch, other_batch = _batches(first, second)
         names, source = self._template.names, self._source
         site = None
-        if values.batch != other_values.batch:
+        if batch != other_batch:
             site = _site(first, second) or _site_of_sums(first, second)
         if "batch" in names and site is None:
             raise UserCodeError(
-                f"{source.name} ignores {{batch}}: with {values.batch} and {other_values.batch} its model was given "
+                f"{source.name} ignores {{batch}}: with {batch} and {other_batch} its model was given "
                 f"{_shape(one)} and {_shape(two)}",
-                _AS_PASSES if one.passes * other_values.batch == two.passes * values.batch else _AS_SAMPLES,
+                _AS_PASSES if one.passes * other_batch == two.passes * batch else _AS_SAMPLES,
             )
         if self._has_total_placeholder and _passes(first, second) is None:
             totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
                 f"{source.name} ignores {' and '.join(totals)}: it made {one.passes} and {two.passes} backward passes "
-                f"for a step of its optimizer, told to make {values.accumulation} and {other_values.accumulation}",
+                f"for a step of its optimizer, told to make {told.gradient_accumulation_steps} and "
+                f"{other_told.gradient_accumulation_steps}",
                 "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
                 "first steps, have it begin with all of them",
             )
@@ -253,7 +254,7 @@ class _ScriptInspector:
 
     def _how_it_steps(self, site: Site | None, first: ToldRun, second: ToldRun) -> tuple[HowItSteps, Fixed]:
         """Return how the script makes its steps, and which of batch, accumulation and their product are its own."""
-        one, two, accumulation = first.seen, second.seen, first.told.accumulation
+        one, two, accumulation = first.seen, second.seen, first.told.gradient_accumulation_steps
         consistent, fixed = _passes(first, second), Fixed()
         if self._has_total_placeholder and consistent is not None:
             passes, once = consistent
@@ -267,7 +268,7 @@ class _ScriptInspector:
             if site is not None and site.calls:
                 # Some of the backward passes may be of parts of a loss.
                 accumulation = math.gcd(accumulation, _count_calls(one, site))
-            total = first.told.batch * accumulation
+            total = first.told.per_device_train_batch_size * accumulation
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
             passes = max(1, (one.passes - once) // accumulation)
         if site is None:
@@ -280,7 +281,7 @@ class _ScriptInspector:
 
     def _facts(self, own: ScriptRun | None, site: Site | None, first: ToldRun, second: ToldRun) -> ModelFacts:
         """Return the facts derived from all runs; ``own`` is that with the script's defaults, if there is one."""
-        (values, one), (other_values, two) = first, second
+        (_, one), (_, two) = first, second
         names = self._template.names
         how, fixed = self._how_it_steps(site, first, second)
         takes = {
@@ -291,8 +292,7 @@ class _ScriptInspector:
         }
         assert one.facts is not None
         # A loader whose batch is the one that was told gives samples one for one.
-        told_batches = values.batch, other_values.batch
-        loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == told_batches
+        loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == _batches(first, second)
         always = one.checkpoints if own is None else own.checkpoints
         return dataclasses.replace(
             one.facts,
@@ -305,7 +305,7 @@ class _ScriptInspector:
                 fixed=fixed,
                 precisions=self._template.precisions or (),
                 casts_weights="precision" in names and one.weights_dtype != two.weights_dtype,
-                sample_tokens=self._sample_tokens,
+                sample_tokens=self._template.sample_tokens,
                 steps=how,
                 compiles=one.compiles or two.compiles,
                 loader_workers=one.loader_workers,
@@ -319,14 +319,14 @@ class _ScriptInspector:
     def _check_numerics(self, first: ToldRun, second: ToldRun) -> None:
         """Raise ``UserCodeError`` where the script ignores a placeholder of precision or checkpointing."""
         names, name = self._template.names, self._source.name
-        for told, seen in (first, second):
-            if "precision" in names and not seen.computes_in(told.precision):
+        for arm, seen in ((run.told.arm, run.seen) for run in (first, second)):
+            if "precision" in names and not seen.computes_in(arm.precision):
                 raise UserCodeError(
-                    f"{name} ignores {{precision}}: told {told.precision}, it trained with {seen.describe_numerics()}",
+                    f"{name} ignores {{precision}}: told {arm.precision}, it trained with {seen.describe_numerics()}",
                     "name it as the script does, '{precision:fp32=float32,bf16=bfloat16}', or leave it out",
                 )
-            if "checkpointing" in names and seen.checkpoints != told.checkpointing:
-                asked, did = ("on", "nothing") if told.checkpointing else ("off", "activations")
+            if "checkpointing" in names and seen.checkpoints != arm.gradient_checkpointing:
+                asked, did = ("on", "nothing") if arm.gradient_checkpointing else ("off", "activations")
                 raise UserCodeError(
                     f"{name} ignores {{checkpointing}}: told {asked}, it recomputed {did}",
                     "name it as the script does, '{checkpointing:on=--grad-checkpointing}', or leave it out",
@@ -345,10 +345,16 @@ def _own_settings(own: ScriptRun, how: HowItSteps) -> OwnSettings:
 
 def _passes(first: ToldRun, second: ToldRun) -> tuple[int, int] | None:
     """Return the backward passes of a micro-step, and further passes of a step; ``None`` for no consistent numbers."""
-    more_micro_steps = second.told.accumulation - first.told.accumulation
+    accumulation = first.told.gradient_accumulation_steps
+    more_micro_steps = second.told.gradient_accumulation_steps - accumulation
     each, rest = divmod(second.seen.passes - first.seen.passes, more_micro_steps)
-    once = first.seen.passes - each * first.told.accumulation
+    once = first.seen.passes - each * accumulation
     return (each, once) if each >= 1 and not rest and once >= 0 else None
+
+
+def _batches(first: ToldRun, second: ToldRun) -> tuple[int, int]:
+    """Return the batches that two runs were told."""
+    return first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
 
 
 def _site(first: ToldRun, second: ToldRun) -> Site | None:
@@ -357,12 +363,12 @@ def _site(first: ToldRun, second: ToldRun) -> Site | None:
     The smallest factor wins, then the model that is called last: an earlier model may only be called to inspect
     samples.
     """
-    calls, batch = first.seen.calls, first.told.batch
+    calls, (batch, other_batch) = first.seen.calls, _batches(first, second)
     sites: list[Site] = []
     other_sizes = _sizes(second.seen.calls)
     for place, size in _sizes(calls).items():
         factor = size // batch
-        if factor and size == factor * batch and other_sizes.get(place) == factor * second.told.batch:
+        if factor and size == factor * batch and other_sizes.get(place) == factor * other_batch:
             sites.append(Site(*place, factor=factor))
     last = {model: at for at, (model, _) in enumerate(calls)}
     return min(sites, key=lambda site: (site.factor, -last[site.model]), default=None)
@@ -374,10 +380,10 @@ def _site_of_sums(first: ToldRun, second: ToldRun) -> Site | None:
     For models that are called for each sample, or for parts of a fixed size. The result has 0 calls, since their number
     varies.
     """
-    batch, other_sums = first.told.batch, _rows_of_pass(second.seen)
+    (batch, other_batch), other_sums = _batches(first, second), _rows_of_pass(second.seen)
     for (model, path), rows in _rows_of_pass(first.seen).items():
         factor = int(rows // batch)
-        if factor and rows == factor * batch and other_sums.get((model, path)) == factor * second.told.batch:
+        if factor and rows == factor * batch and other_sums.get((model, path)) == factor * other_batch:
             return Site(model, path, 0, factor, calls=0)
     return None
 
