@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import importlib.machinery
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -57,15 +58,8 @@ def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
 
 def masked_options(words: Sequence[str]) -> list[str]:
     """Return the options with masked values in a command line that ``mask_secrets`` returned."""
-    options = []
-    before = ""
-    for word in words:
-        if word == MASK:
-            options.append(before)
-        elif MASK in word:
-            options.append(word.partition("=")[0])
-        before = word
-    return options
+    pairs = itertools.pairwise(("", *words))
+    return [before if word == MASK else word.partition("=")[0] for before, word in pairs if MASK in word]
 
 
 def _mask(value: str) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -116,12 +117,10 @@ def problem_of(error: BaseException, source: TrainingSource) -> Problem:
 
 def weight_dtype(model: Any) -> DTypeName:
     """Return the dtype of most weights, among the dtypes in ``DTYPES``."""
-    counts = dict.fromkeys(DTYPES, 0)
+    counts = Counter[str]()
     for parameter in model.parameters():
-        name = str(parameter.dtype).removeprefix("torch.")
-        if name in counts:
-            counts[name] += parameter.numel()
-    return max(counts, key=lambda name: counts[name])
+        counts[str(parameter.dtype).removeprefix("torch.")] += parameter.numel()
+    return max(DTYPES, key=counts.__getitem__)
 
 
 def length(dataset: Any) -> int | None:

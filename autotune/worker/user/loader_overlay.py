@@ -68,22 +68,19 @@ class LoaderOverlay:
             place = line_of_maker()
             key = f"{place}#{self._made_at[place]}"
             self._made_at[place] += 1
-            if key == self.key:
-                given = signature.bind(loader, *args, **kwargs)
+            is_searched, batch = key == self.key, self.batch if key == self.key else self.others.get(key)
+            given = signature.bind(loader, *args, **kwargs)
+            if is_searched:
                 self.made, self.said = loader, given.arguments.get("batch_size", 1)
-                if self.batch is not None:
-                    _set_batch(given.arguments, self.batch)
                 if self.workers:
                     given.arguments |= {"num_workers": self.workers, "prefetch_factor": self.prefetch}
-                make(*given.args, **given.kwargs)
-                self.on_made(loader)
-            elif (batch := self.others.get(key)) is not None:
-                given = signature.bind(loader, *args, **kwargs)
+            if batch is not None:
                 _set_batch(given.arguments, batch)
-                make(*given.args, **given.kwargs)
+            make(*given.args, **given.kwargs)
+            if is_searched:
+                self.on_made(loader)
+            elif batch is not None:
                 self.say(f"batch_size={batch} is set for the DataLoader at {os.path.basename(place)}")
-            else:
-                make(loader, *args, **kwargs)
             setattr(loader, _KEY, key)
 
         around(DataLoader, "__init__", made)

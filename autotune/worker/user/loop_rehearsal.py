@@ -155,7 +155,7 @@ class LoopParts(Parts, Listener):
                 self._unknown.append(f"the validation: {why}")
                 self.finish()
             settings = {"batch_size": self._fitting} if self._fitting else {}
-            self.finish(evaluation=self._evaluation_with(None, False, settings))
+            self.finish(evaluation=self._evaluation_with(None, settings))
         if self._make_longest is not None and is_out_of_memory:
             self.finish(longest=self._longest)
         self.finish(problem=why)
@@ -334,9 +334,9 @@ class LoopParts(Parts, Listener):
             self._held_of_host.append(host)
         self._large = Part(max(1, whole), peak, host, time.perf_counter() - self._whole_since)
 
-    def _evaluation_with(self, whole: Whole | None, fits: bool, settings: dict[str, int]) -> Evaluation:
+    def _evaluation_with(self, whole: Whole | None, settings: dict[str, int]) -> Evaluation:
         samples = None if self._total is None else self._total * self._rows
-        run, key = len(self._parts_given), self._evaluates_with
+        run, key, fits = len(self._parts_given), self._evaluates_with, self._does_fit(whole)
         return Evaluation(self._rows, samples, run, whole, fits, settings, of_loop=True, loader_key=key)
 
     def _evaluation(self) -> Evaluation:
@@ -348,9 +348,6 @@ class LoopParts(Parts, Listener):
         kept, host = ((growth_of(held) or 0) * left for held in (self._held, self._held_of_host))
         seconds = large.seconds * (1 + left / large.batches)
         whole = Whole(large.device_bytes + kept, large.host_bytes + host, seconds, max(kept, host))
-        fits = whole.device_bytes <= self._work.line_bytes and (
-            self._work.host_bytes is None or whole.host_bytes <= self._work.host_bytes
-        )
         is_large = large.device_bytes > self._work.line_bytes
         settings = {"batch_size": self._fitting} if is_large and self._fitting else {}
-        return self._evaluation_with(whole, fits, settings)
+        return self._evaluation_with(whole, settings)

@@ -14,7 +14,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
@@ -53,14 +53,6 @@ _AS_SAMPLES = (
 
 class _RejectedError(UserCodeError):
     """The script raised an error that may be of the values that it was told."""
-
-
-class ToldRun(NamedTuple):
-    """A run of the script with the values of a candidate."""
-
-    told: Candidate
-    seen: ScriptRun
-    """What the run showed."""
 
 
 def inspect(code: Code, finish: Finish) -> NoReturn:
@@ -109,9 +101,9 @@ class _ScriptInspector:
         if self._template.asks_sample_tokens:
             self._template = dataclasses.replace(self._template, sample_tokens=self._tokens_of_sample(values))
         began = time.monotonic()
-        first = ToldRun(values, self._run_with(values))
+        first = self._run_with(values)
         seconds = time.monotonic() - began
-        second = ToldRun(other_values, self._run_with(other_values))
+        second = self._run_with(other_values)
         # Checked before the run with the defaults, which may be large and take long.
         site = self._check(first, second)
         if has_batch:
@@ -174,7 +166,7 @@ class _ScriptInspector:
         if seen.problem is not None:
             kind = _RejectedError if seen.is_rejected else UserCodeError
             raise kind(seen.problem.message, seen.problem.hint)
-        return seen
+        return dataclasses.replace(seen, told=values)
 
     def _run_here(
         self,
@@ -222,10 +214,9 @@ class _ScriptInspector:
         except BaseException as error:
             fail(error)
 
-    def _check(self, first: ToldRun, second: ToldRun) -> Site | None:
+    def _check(self, first: ScriptRun, second: ScriptRun) -> Site | None:
         """Return where samples enter the model, if known. Raises ``UserCodeError`` where the script did not obey."""
-        (told, one), (other_told, two) = first, second
-        batch, other_batch = _batches(first, second)
+        batch, other_batch = first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
         names, source = self._template.names, self._source
         site = None
         if batch != other_batch:
@@ -233,15 +224,15 @@ class _ScriptInspector:
         if "batch" in names and site is None:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {batch} and {other_batch} its model was given "
-                f"{_shape(one)} and {_shape(two)}",
-                _AS_PASSES if one.passes * other_batch == two.passes * batch else _AS_SAMPLES,
+                f"{_shape(first)} and {_shape(second)}",
+                _AS_PASSES if first.passes * other_batch == second.passes * batch else _AS_SAMPLES,
             )
         if self._has_total_placeholder and _passes(first, second) is None:
             totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
-                f"{source.name} ignores {' and '.join(totals)}: it made {one.passes} and {two.passes} backward passes "
-                f"for a step of its optimizer, told to make {told.gradient_accumulation_steps} and "
-                f"{other_told.gradient_accumulation_steps}",
+                f"{source.name} ignores {' and '.join(totals)}: it made {first.passes} and {second.passes} backward "
+                f"passes for a step of its optimizer, told to make {first.told.gradient_accumulation_steps} and "
+                f"{second.told.gradient_accumulation_steps}",
                 "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
                 "first steps, have it begin with all of them",
             )
@@ -252,36 +243,35 @@ class _ScriptInspector:
     def _has_total_placeholder(self) -> bool:
         return not self._template.names.isdisjoint(_TOTALS)
 
-    def _how_it_steps(self, site: Site | None, first: ToldRun, second: ToldRun) -> tuple[HowItSteps, Fixed]:
+    def _how_it_steps(self, site: Site | None, first: ScriptRun, second: ScriptRun) -> tuple[HowItSteps, Fixed]:
         """Return how the script makes its steps, and which of batch, accumulation and their product are its own."""
-        one, two, accumulation = first.seen, second.seen, first.told.gradient_accumulation_steps
+        accumulation = first.told.gradient_accumulation_steps
         consistent, fixed = _passes(first, second), Fixed()
         if self._has_total_placeholder and consistent is not None:
             passes, once = consistent
         else:
             # Half the batch takes twice the passes where the samples of a step are always as many.
-            more = two.passes - one.passes
-            has_total = 0 < more <= one.passes
-            once = one.passes - more if has_total else 0
+            more = second.passes - first.passes
+            has_total = 0 < more <= first.passes
+            once = first.passes - more if has_total else 0
             # Of several optimizers in turn, each has its own backward passes.
-            accumulation = min((count for _, count in one.cycle if count), default=1 + once) - once
+            accumulation = min((count for _, count in first.cycle if count), default=1 + once) - once
             if site is not None and site.calls:
                 # Some of the backward passes may be of parts of a loss.
-                accumulation = math.gcd(accumulation, _count_calls(one, site))
+                accumulation = math.gcd(accumulation, _count_calls(first, site))
             total = first.told.per_device_train_batch_size * accumulation
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
-            passes = max(1, (one.passes - once) // accumulation)
+            passes = max(1, (first.passes - once) // accumulation)
         if site is None:
-            site = _first_dimension(one)
-            fixed = dataclasses.replace(fixed, batch=_likely_batch(one))
+            site = _first_dimension(first)
+            fixed = dataclasses.replace(fixed, batch=_likely_batch(first))
         if site is not None:
-            calls = _count_calls(one, site) // accumulation
+            calls = _count_calls(first, site) // accumulation
             site = dataclasses.replace(site, calls=calls if site.calls else passes)
-        return HowItSteps(one.anchor, passes, once, site), fixed
+        return HowItSteps(first.anchor, passes, once, site), fixed
 
-    def _facts(self, own: ScriptRun | None, site: Site | None, first: ToldRun, second: ToldRun) -> ModelFacts:
+    def _facts(self, own: ScriptRun | None, site: Site | None, first: ScriptRun, second: ScriptRun) -> ModelFacts:
         """Return the facts derived from all runs; ``own`` is that with the script's defaults, if there is one."""
-        (_, one), (_, two) = first, second
         names = self._template.names
         how, fixed = self._how_it_steps(site, first, second)
         takes = {
@@ -290,36 +280,39 @@ class _ScriptInspector:
             "precision": "precision" in names,
             "checkpointing": "checkpointing" in names,
         }
-        assert one.facts is not None
+        assert first.facts is not None
         # A loader whose batch is the one that was told gives samples one for one.
-        loads_samples = "batch" in names and (one.loader_batch, two.loader_batch) == _batches(first, second)
-        always = one.checkpoints if own is None else own.checkpoints
+        loads_samples = "batch" in names and all(
+            each.loader_batch == each.told.per_device_train_batch_size for each in (first, second)
+        )
+        always = first.checkpoints if own is None else own.checkpoints
         return dataclasses.replace(
-            one.facts,
+            first.facts,
             gradient_checkpointing="checkpointing" in names or always,
             always_checkpoints="checkpointing" not in names and always,
-            samples=one.loader_samples if loads_samples else None,
+            samples=first.loader_samples if loads_samples else None,
             interface=CodeInterface(
                 "placeholders",
                 tuple(what for what, can in takes.items() if can),
                 fixed=fixed,
                 precisions=self._template.precisions or (),
-                casts_weights="precision" in names and one.weights_dtype != two.weights_dtype,
+                casts_weights="precision" in names and first.weights_dtype != second.weights_dtype,
                 sample_tokens=self._template.sample_tokens,
                 steps=how,
-                compiles=one.compiles or two.compiles,
-                loader_workers=one.loader_workers,
-                loader_prefetch=one.loader_prefetch,
+                compiles=first.compiles or second.compiles,
+                loader_workers=first.loader_workers,
+                loader_prefetch=first.loader_prefetch,
                 tunes_loader=False,
                 has_own_settings=own is not None,
             ),
             own=_own_settings(own, how) if own is not None else None,
         )
 
-    def _check_numerics(self, first: ToldRun, second: ToldRun) -> None:
+    def _check_numerics(self, first: ScriptRun, second: ScriptRun) -> None:
         """Raise ``UserCodeError`` where the script ignores a placeholder of precision or checkpointing."""
         names, name = self._template.names, self._source.name
-        for arm, seen in ((run.told.arm, run.seen) for run in (first, second)):
+        for seen in (first, second):
+            arm = seen.told.arm
             if "precision" in names and not seen.computes_in(arm.precision):
                 raise UserCodeError(
                     f"{name} ignores {{precision}}: told {arm.precision}, it trained with {seen.describe_numerics()}",
@@ -343,45 +336,41 @@ def _own_settings(own: ScriptRun, how: HowItSteps) -> OwnSettings:
     return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
 
 
-def _passes(first: ToldRun, second: ToldRun) -> tuple[int, int] | None:
+def _passes(first: ScriptRun, second: ScriptRun) -> tuple[int, int] | None:
     """Return the backward passes of a micro-step, and further passes of a step; ``None`` for no consistent numbers."""
     accumulation = first.told.gradient_accumulation_steps
     more_micro_steps = second.told.gradient_accumulation_steps - accumulation
-    each, rest = divmod(second.seen.passes - first.seen.passes, more_micro_steps)
-    once = first.seen.passes - each * accumulation
+    each, rest = divmod(second.passes - first.passes, more_micro_steps)
+    once = first.passes - each * accumulation
     return (each, once) if each >= 1 and not rest and once >= 0 else None
 
 
-def _batches(first: ToldRun, second: ToldRun) -> tuple[int, int]:
-    """Return the batches that two runs were told."""
-    return first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
-
-
-def _site(first: ToldRun, second: ToldRun) -> Site | None:
+def _site(first: ScriptRun, second: ScriptRun) -> Site | None:
     """Return the dimension that changed with the batch; ``None`` without one.
 
     The smallest factor wins, then the model that is called last: an earlier model may only be called to inspect
     samples.
     """
-    calls, (batch, other_batch) = first.seen.calls, _batches(first, second)
+    batch, other_batch = first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
     sites: list[Site] = []
-    other_sizes = _sizes(second.seen.calls)
-    for place, size in _sizes(calls).items():
+    other_sizes = _sizes(second.calls)
+    for place, size in _sizes(first.calls).items():
         factor = size // batch
         if factor and size == factor * batch and other_sizes.get(place) == factor * other_batch:
             sites.append(Site(*place, factor=factor))
-    last = {model: at for at, (model, _) in enumerate(calls)}
+    last = {model: at for at, (model, _) in enumerate(first.calls)}
     return min(sites, key=lambda site: (site.factor, -last[site.model]), default=None)
 
 
-def _site_of_sums(first: ToldRun, second: ToldRun) -> Site | None:
+def _site_of_sums(first: ScriptRun, second: ScriptRun) -> Site | None:
     """Return a tensor whose rows, summed over all calls of a backward pass, are the batch; ``None`` without one.
 
     For models that are called for each sample, or for parts of a fixed size. The result has 0 calls, since their number
     varies.
     """
-    (batch, other_batch), other_sums = _batches(first, second), _rows_of_pass(second.seen)
-    for (model, path), rows in _rows_of_pass(first.seen).items():
+    batch, other_batch = first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
+    other_sums = _rows_of_pass(second)
+    for (model, path), rows in _rows_of_pass(first).items():
         factor = int(rows // batch)
         if factor and rows == factor * batch and other_sums.get((model, path)) == factor * other_batch:
             return Site(model, path, 0, factor, calls=0)

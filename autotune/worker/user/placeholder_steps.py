@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autotune.core.candidate import Candidate, Precision
+from autotune.core.candidate import Arm, Candidate, Precision
 from autotune.core.code_interface import HowItSteps
 from autotune.core.inspection import ModelFacts
 from autotune.core.messages import Problem
@@ -125,7 +125,10 @@ class PlaceholderSteps(StepMarks):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Report a step with the requested passes and samples, and drop any other."""
+        """Report a step with the requested passes and samples, and drop any other.
+
+        Refuse the trial after too many others in a row.
+        """
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
         self._marks = None
@@ -140,16 +143,12 @@ class PlaceholderSteps(StepMarks):
             # A gradient scaler may leave steps out, whose backward passes then come with those of the next.
             are_several = passes > self._wanted_passes and passes % self._wanted_passes == 0
             if not (self._may_skip and are_several):
-                self._count_deviation(passes, rows)
+                self.deviations += 1
+                self.deviation = self._describe_deviation(passes, rows)
+                if self.deviations > (_MOST_LATER if self._whole_steps else _MOST_DEVIATIONS):
+                    self._refuse(self.deviation)
             self._timer.step_is_dropped()
         self._timer.step_begins()
-
-    def _count_deviation(self, passes: int, rows: int) -> None:
-        """Record how a step differed from the requested ones. Refuse the trial after too many such steps in a row."""
-        self.deviations += 1
-        self.deviation = self._describe_deviation(passes, rows)
-        if self.deviations > (_MOST_LATER if self._whole_steps else _MOST_DEVIATIONS):
-            self._refuse(self.deviation)
 
     def _describe_deviation(self, passes: int, rows: int) -> str:
         """Return in words how the script's steps differ from the requested ones."""
@@ -202,14 +201,12 @@ def unwrapped(module: Any) -> Any:
 
 
 class LoaderWait:
-    """Records how long the process waits for batches of data loaders, and the loader of the last batch."""
+    """Records how long the process waits for batches of data loaders, and which loader gave the last batch."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.workers = 0
-        self.prefetch: int | None = None
-        self.batches: Any = None
-        """What chose the samples of the last batch; a ``BatchSampler`` unless the script has one of its own."""
+        self.latest: Any = None
+        """The iterator over the loader of the last batch."""
         around_batches(self._give)
 
     def _give(self, give: Callable[[Any], Any], iterator: Any, _: Any) -> Any:
@@ -217,9 +214,7 @@ class LoaderWait:
         began = time.perf_counter()
         batch = give(iterator)
         self.seconds += time.perf_counter() - began
-        self.workers = getattr(iterator, "_num_workers", 0)
-        self.batches = getattr(iterator, "_index_sampler", None)
-        self.prefetch = getattr(iterator, "_prefetch_factor", None)
+        self.latest = iterator
         return batch
 
     def take(self) -> float:
@@ -243,6 +238,8 @@ _MOST_PASSES = 4096
 class ScriptRun:
     """What one run of a script showed up to its second step."""
 
+    told: Candidate = field(default_factory=lambda: Candidate(Arm(), 1))
+    """The values that it was told, unless it ran with its own defaults."""
     facts: ModelFacts | None = None
     calls: tuple[tuple[str, ShapesByPlace], ...] = ()
     """The calls of outermost models that compute gradients, in the last whole step."""
@@ -409,6 +406,9 @@ class ScriptWatch(Listener):
         ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
         whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
         models = [step.model for step in whole if step.model is not None]
+        loading = self._loading.latest
+        # A ``BatchSampler``, unless the script has one of its own.
+        batches = getattr(loading, "_index_sampler", None)
         return ScriptRun(
             facts=facts_of(unwrapped(models[0]) if models else None, None),
             calls=tuple(call for step in whole for call in step.calls),
@@ -418,10 +418,10 @@ class ScriptWatch(Listener):
             kept=tuple(sorted(self._watch.inner_dtypes.intersection(DTYPES))),
             checkpoints=self._watch.checkpoints,
             computes_in_tf32=torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available(),
-            loader_workers=self._loading.workers,
-            loader_prefetch=self._loading.prefetch,
-            loader_batch=getattr(self._loading.batches, "batch_size", None),
-            loader_samples=length(getattr(self._loading.batches, "sampler", None)),
+            loader_workers=getattr(loading, "_num_workers", 0),
+            loader_prefetch=getattr(loading, "_prefetch_factor", None),
+            loader_batch=getattr(batches, "batch_size", None),
+            loader_samples=length(getattr(batches, "sampler", None)),
             compiles=self._watch.compiles,
         )
 

@@ -98,6 +98,12 @@ class Parts:
         chosen = sorted(read, key=lambda index: -read[index])[:rows]
         return chosen, LongestBatch(len(chosen), max(read.values()), None, fits=False, read=len(read), of=of)
 
+    def _does_fit(self, whole: Whole | None) -> bool:
+        """Return whether an evaluation is within the limits of device and host; ``None`` is one out of memory."""
+        if whole is None or whole.device_bytes > self._work.line_bytes:
+            return False
+        return self._work.host_bytes is None or whole.host_bytes <= self._work.host_bytes
+
     def _trim(self) -> None:
         """On the CPU, return freed memory to the system, so that resident memory shows new allocations."""
         if self._is_on_cpu:
@@ -156,7 +162,8 @@ class NamedRehearsal(Trial):
         trainer.eval_dataset = part_of(trainer.train_dataset, (), samples)
         trainer.args.per_device_eval_batch_size = self._candidate.per_device_train_batch_size
         trainer.args.save_strategy = SaveStrategy.STEPS
-        self.parts = _NamedParts(trainer, _ProcessMemory(), self._ranks, self._work, self._meter, self._answer)
+        self.parts = _TrainerParts(trainer, _ProcessMemory(), self._ranks, self._work, self._meter, self._answer)
+        self.parts.is_of_named_model = True
         trainer.add_callback(self.parts)
 
 
@@ -191,8 +198,8 @@ class TrainerRehearsal(TrainerTrial):
 class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     """Runs the parts at the end of the last of some steps."""
 
-    _most_steps = _MOST_STEPS
-    _is_of_training_data = False
+    is_of_named_model = False
+    """Whether the model is one by name, whose trials have met its longest batch, and which has no evaluation set."""
 
     def __init__(self, trainer: Any, tree: _ProcessMemory, ranks: Ranks, *args: Any) -> None:
         super().__init__(*args)
@@ -242,11 +249,14 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._tree.read(always=True)
         spent = max(self._of_ranks("a step", time.monotonic() - self._began))
         has_time = spent * (1 + 1 / state.global_step) < self._work.seconds
-        if state.global_step < _FEWEST_STEPS or (state.global_step < self._most_steps and has_time):
+        most = _FEWEST_STEPS if self.is_of_named_model else _MOST_STEPS
+        if state.global_step < _FEWEST_STEPS or (state.global_step < most and has_time):
             return
         peak = max(self._of_ranks("the steps", self._meter.peaks().reserved))
         self._found = replace(self._found, growth_bytes=growth_of(self._held), peak_bytes=peak)
-        longest = self._guarded("the batch of the longest samples", self._longest)
+        longest = None
+        if not self.is_of_named_model:
+            longest = self._guarded("the batch of the longest samples", self._longest)
         evaluation = self._guarded("the evaluation", self._evaluation)
         self._found = replace(self._found, longest=longest, evaluation=evaluation, host=self._host())
         if args.save_strategy == "no":
@@ -346,14 +356,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         whole, run = self._whole(data, samples, batch, args.eval_accumulation_steps)
         left_bytes, fits = self._left_bytes or 0, self._does_fit(whole)
         settings, with_settings = ({}, None) if fits else self._settings_that_fit(data, samples, whole)
-        own = self._is_of_training_data
-        return Evaluation(batch, samples, run, whole, fits, settings, with_settings, left_bytes, of_training_data=own)
-
-    def _does_fit(self, whole: Whole | None) -> bool:
-        """Return whether an evaluation is within the limits of device and host; ``None`` is one out of memory."""
-        if whole is None or whole.device_bytes > self._work.line_bytes:
-            return False
-        return self._work.host_bytes is None or whole.host_bytes <= self._work.host_bytes
+        named = self.is_of_named_model
+        return Evaluation(batch, samples, run, whole, fits, settings, with_settings, left_bytes, of_training_data=named)
 
     def _settings_that_fit(
         self, data: Any, samples: int | None, whole: Whole | None
@@ -395,8 +399,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
-            own = self._is_of_training_data
-            self._end_ranks(evaluation=Evaluation(batch, samples, 0, None, fits=False, of_training_data=own))
+            named = self.is_of_named_model
+            self._end_ranks(evaluation=Evaluation(batch, samples, 0, None, fits=False, of_training_data=named))
             return None, 0
         finally:
             args.per_device_eval_batch_size, args.eval_accumulation_steps = own_settings
@@ -507,16 +511,6 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return self._saving(
             max(devices) + max(weights, default=0), sum(hosts) + max(sum(weights), sum(states)), 0.0, is_computed=True
         )
-
-
-class _NamedParts(_TrainerParts):
-    """Runs the parts of a model by name, whose trials have met its longest batch."""
-
-    _most_steps = _FEWEST_STEPS
-    _is_of_training_data = True
-
-    def _longest(self) -> LongestBatch | None:
-        return None
 
 
 class _ProcessMemory:

@@ -84,15 +84,11 @@ class TrainerLook(TrainerTrial):
     def _prepare(self, trainer: Any) -> None:
         """Set up a ``Trainer`` to end the process with its first step. Does not train yet."""
         in_full_float32()
-
-        def finish(step: FirstStep) -> NoReturn:
-            self._answer(LookAnswer((step,)))
-
         prepare_look(
             trainer,
             self._candidate.samples_per_step,
             None if self._is_unmodified else applied_settings(self._candidate.arm),
-            finish,
+            lambda step: self._answer(LookAnswer((step,))),
             seed=self._look.seed,
             noise=self._look.noise,
             most_bytes=self._look.cap_bytes // 2,
@@ -160,8 +156,7 @@ class _FirstStep:
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = args[0] if args else kwargs.get("tensors")
-        each = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ())
-        self._loss += sum(float(tensor.detach().double().sum()) for tensor in each)
+        self._loss += sum(float(tensor.detach().double().sum()) for tensor in arrays_in(tensors))
         self._passes += 1
         return backward(*args, **kwargs)
 

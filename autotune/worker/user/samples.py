@@ -139,13 +139,9 @@ def _multiple(batches: Sequence[Mapping[str, Any]]) -> int:
     """Return the power of two, or single length, to whose multiples batches are padded; 1 for the longest sample."""
     pairs = [(int(batch[_IDS].shape[1]), max(_real_lengths(batch))) for batch in batches]
     sizes = {padded for padded, _ in pairs}
-    if all(padded == longest for padded, longest in pairs):
-        return 1
-    multiples: list[int] = [*(sizes if len(sizes) == 1 else ()), *(1 << n for n in range(12, 0, -1))]
-    for multiple in multiples:
-        if all(padded == -(-longest // multiple) * multiple for padded, longest in pairs):
-            return multiple
-    return 1
+    multiples = (1, *(sizes if len(sizes) == 1 else ()), *(1 << n for n in range(12, 0, -1)))
+    fitting = (each for each in multiples if all(padded == -(-longest // each) * each for padded, longest in pairs))
+    return next(fitting, 1)
 
 
 # Samplers whose samples may be reordered. With others, consecutive samples may belong together.

@@ -25,10 +25,7 @@ from autotune.worker.wrapping import around, before, on_import
 if TYPE_CHECKING:
     from autotune.worker.user.loop_steps import LoopSteps
 
-_TRAINERS = {
-    "lightning.pytorch.trainer.trainer": "lightning.pytorch",
-    "pytorch_lightning.trainer.trainer": "pytorch_lightning",
-}
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 # Callbacks of Lightning's that write, stop the training, wait for a validation that is not run, or decide the batch.
 _LEFT_OUT = (
     "Checkpoint", "EarlyStopping", "LearningRateMonitor", "DeviceStatsMonitor", "ProgressBar", "Timer",
@@ -55,8 +52,8 @@ class LightningOverlay(Overlay):
 
     def install(self) -> None:
         """Wrap ``Trainer`` once it is imported, from either package."""
-        for name, package in _TRAINERS.items():
-            on_import(name, functools.partial(self._wrap, package))
+        for package in _PACKAGES:
+            on_import(f"{package}.trainer.trainer", functools.partial(self._wrap, package))
 
     def _wrap(self, package: str, module: ModuleType) -> None:
         """Wrap Lightning's ``Trainer``: its settings, and the start of its training."""
