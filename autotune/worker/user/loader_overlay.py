@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 
 from autotune.worker.trial.training_watch import shapes_in
 from autotune.worker.wrapping import after, around, module_of
@@ -103,8 +103,6 @@ def _set_batch(arguments: dict[str, Any], batch: int) -> None:
     sampler = arguments.get("batch_sampler")
     if sampler is None:
         arguments["batch_size"] = batch
-    elif type(sampler) is BatchSampler:
-        arguments["batch_sampler"] = BatchSampler(sampler.sampler, batch, sampler.drop_last)
     else:
         changed: Any = copy.copy(sampler)
         arguments["batch_sampler"] = changed

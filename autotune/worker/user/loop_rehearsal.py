@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune.core.code_interface import Framework
-from autotune.core.rehearsal import Evaluation, LastStep, LongestBatch, Part, RehearsalWork, Whole
+from autotune.core.rehearsal import Evaluation, LastStep, LongestBatch, Part, Whole
 from autotune.worker.arrays import cut
 from autotune.worker.failures import first_line
 from autotune.worker.private.torch import around_batches
@@ -29,7 +29,7 @@ from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of, key_of
 from autotune.worker.user.loop_steps import LoopSteps, batch_samples
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.rehearsal import LARGE_PART, Answer, Parts
+from autotune.worker.user.rehearsal import LARGE_PART, Parts, Rehearses
 from autotune.worker.wrapping import after, around
 
 # The time limit ends a validation only after more whole batches than this, which show memory growth. A choice.
@@ -38,15 +38,11 @@ _FEWEST = 8
 _OTHER_DATA = 2
 
 
-class LoopRehearsal(OwnTrial):
+class LoopRehearsal(Rehearses, OwnTrial):
     """A trial of a loop that goes on through its longest batch and its validation, and ends with a ``Rehearsal``."""
 
     parts: LoopParts | None = None
     """What gives the batches; ``None`` before the code is run."""
-
-    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
-        super().__init__(*args)
-        self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> None:
         """Run the user's code, and report the results if it returns before the process has ended."""

@@ -26,11 +26,14 @@ from autotune.core.schema import encode
 from autotune.core.scratch import Scratch, keep_compiled, make_scratch
 from autotune.core.units import format_bytes
 from autotune.worker.failures import chain_of
+from autotune.worker.process import ForkedRun
 from autotune.worker.user import sandbox
 
 if TYPE_CHECKING:
     from autotune.worker.rendezvous import Ranks
 
+# No limit by itself: who runs this waits for less.
+_MOST_SECONDS = 60.0
 # Share of the available memory that layers in memory may take. A choice.
 _SHARE_OF_MEMORY = 0.5
 
@@ -272,14 +275,11 @@ def main() -> None:
     if sys.platform != "linux":
         return
     scratch = make_scratch("autotune-probe-")
-    read_fd, write_fd = os.pipe()
     try:
-        if (pid := os.fork()) == 0:
-            os.write(write_fd, json.dumps(encode(_try_namespace(scratch, least))).encode() + b"\n")
-            os._exit(0)
-        os.close(write_fd)
-        os.waitpid(pid, 0)
-        print(os.read(read_fd, 1 << 16).decode(), end="", flush=True)
+        # In a fork: the file systems cannot be uncovered.
+        trying = ForkedRun(FoundProtection, lambda send: send(_try_namespace(scratch, least)))
+        if (found := trying.result(_MOST_SECONDS)) is not None:
+            print(json.dumps(encode(found)), flush=True)
     finally:
         scratch.remove()
 

@@ -145,14 +145,18 @@ def rehearse_by_name(
     end_by_outcome(rehearsal.parts, outcome, answer)
 
 
-class NamedRehearsal(Trial):
-    """A trial of a model by name on several ranks that ends with what a long run needs beyond its first steps."""
-
-    parts: _TrainerParts | None = None
+class Rehearses(Trial):
+    """A trial that ends with what a long run needs beyond its first steps."""
 
     def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
         super().__init__(*args)
         self._work, self._answer = work, answer
+
+
+class NamedRehearsal(Rehearses):
+    """A rehearsal of a model by name on several ranks."""
+
+    parts: _TrainerParts | None = None
 
     def _prepare(self, trainer: Any) -> None:
         """Add the callback that runs the parts after two steps. The evaluation gets some of the training's samples."""
@@ -167,15 +171,11 @@ class NamedRehearsal(Trial):
         trainer.add_callback(self.parts)
 
 
-class TrainerRehearsal(TrainerTrial):
-    """A trial that ends with what a long run needs beyond its first steps."""
+class TrainerRehearsal(Rehearses, TrainerTrial):
+    """A rehearsal of the user's own ``Trainer``."""
 
     parts: _TrainerParts | None = None
     """What is run at the end; ``None`` before the training begins."""
-
-    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
-        super().__init__(*args)
-        self._work, self._answer = work, answer
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""

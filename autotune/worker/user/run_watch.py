@@ -175,8 +175,7 @@ def watch_trainer(trainer: Any, watch: RunWatch) -> Any:
         def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             watch.leave_out()
 
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            watch.leave_out()
+        on_save = on_evaluate
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
             if logs is None or "loss" not in logs or not watch.steps:

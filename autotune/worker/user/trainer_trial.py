@@ -200,13 +200,11 @@ class TrainerTrial(OwnTrial):
     def _run_by_itself(self, trainer: Any) -> PlannedRun:
         """Return the run that the ``Trainer`` would make by itself with the candidate's batch."""
         args, samples = trainer.args, length(getattr(trainer, "train_dataset", None))
-        steps, epochs = None, None
-        if args.max_steps > 0:
-            steps = args.max_steps
-        else:
+        steps, epochs = args.max_steps, None
+        if steps <= 0:
             epochs = float(args.num_train_epochs)
-            if samples is not None:
-                steps = max(1, round(samples * epochs / self._candidate.samples_per_step))
+            each = self._candidate.samples_per_step
+            steps = max(1, round(samples * epochs / each)) if samples is not None else None
         return planned_run(self._source.interface.lengths, self._candidate, steps, epochs)
 
     def _spread_steps(self, trainer: Any, run: PlannedRun) -> None:
