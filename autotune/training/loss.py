@@ -28,6 +28,7 @@ from autotune.training.batches import (
     SettingUnavailableError,
     check_loss_is_models,
     during_training,
+    in_evaluation_mode,
     without_adapters,
     wrap_forward,
 )
@@ -296,64 +297,38 @@ class _FusedLoss:
         )  # fmt: skip
 
 
-class _FewTokens:
-    """Computes a training's loss of a few tokens, whose logits are large enough to meet a cap."""
+def _of_few_tokens(trainer: Any, model: Any) -> list[torch.Tensor]:
+    """Return a training's loss of a few tokens, whose logits are large enough to meet a cap, and some gradients.
 
-    def __init__(self, trainer: Any, model: Any) -> None:
-        self._trainer, self._model = trainer, model
-        self._layer = without_adapters(model).get_output_embeddings()
-        trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
-        # Gradients are compared by two parameters, the smallest, since those of all would be as large as the model.
-        self._parameters = sorted(trained, key=torch.Tensor.numel)[:2]
-        self._scale: float | None = None
+    The gradients are those by two parameters, the smallest, since those of all would be as large as the model. Raises
+    ``SettingUnavailableError`` where the loss cannot be computed from tokens alone.
+    """
+    layer: torch.nn.Linear = without_adapters(model).get_output_embeddings()
+    trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
+    device = next(model.parameters()).device
+    tokens = torch.arange(8, device=device).reshape(2, 4) % layer.weight.shape[0]
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
-    def loss_and_gradients(self) -> list[torch.Tensor]:
-        """Return the loss of a few tokens and its gradients by two parameters; ``[]`` without an output layer.
+    def enlarge(_: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Scale hidden states so that their logits reach ``_LARGE``."""
+        with torch.no_grad():
+            largest = float(functional.linear(given[0], layer.weight.to(given[0].dtype)).abs().max())
+        return given[0] * (_LARGE / largest if largest else 1.0), *given[1:]
 
-        Raises ``SettingUnavailableError`` where the loss cannot be computed from tokens alone.
-        """
-        if not isinstance(self._layer, torch.nn.Module):
-            return []
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
-        # _FusedLoss computes the loss without logits only if this is set.
-        self._layer.training = True
-        try:
-            if self._scale is None:
-                self._scale = self._scale_to_large_logits()
-            scale = self._scale
-            hook = self._layer.register_forward_pre_hook(lambda _, given: (given[0] * scale, *given[1:]))
-            try:
-                loss = self._loss_of_tokens()
-                gradients = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-            finally:
-                hook.remove()
-        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError | SettingUnavailableError):
-                raise
-            raise SettingUnavailableError(f"its loss cannot be tried on a few tokens: {error}") from error
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        return [loss.detach(), *(each for each in gradients if each is not None)]
-
-    def _scale_to_large_logits(self) -> float:
-        """Return the factor for hidden states at which logits reach ``_LARGE``."""
-        largest: list[float] = []
-        hook = self._layer.register_forward_hook(lambda _, __, logits: largest.append(float(logits.abs().max())))
-        try:
-            with torch.no_grad():
-                self._loss_of_tokens()
-        finally:
-            hook.remove()
-        return _LARGE / max(largest, default=1.0) if max(largest, default=0.0) else 1.0
-
-    def _loss_of_tokens(self) -> Any:
-        device = next(self._model.parameters()).device
-        tokens = torch.arange(8, device=device).reshape(2, 4) % self._layer.weight.shape[0]
-        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-        with self._trainer.compute_loss_context_manager():
-            return self._trainer.compute_loss(self._model, inputs)
+    hook = layer.register_forward_pre_hook(enlarge)
+    try:
+        with in_evaluation_mode(model), trainer.compute_loss_context_manager():
+            # _FusedLoss computes the loss without logits only if this is set.
+            layer.training = True
+            loss = trainer.compute_loss(model, inputs)
+        gradients = torch.autograd.grad(loss, sorted(trained, key=torch.Tensor.numel)[:2], allow_unused=True)
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError | SettingUnavailableError):
+            raise
+        raise SettingUnavailableError(f"its loss cannot be tried on a few tokens: {error}") from error
+    finally:
+        hook.remove()
+    return [loss.detach(), *(each for each in gradients if each is not None)]
 
 
 def _are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -422,14 +397,14 @@ def fuse_loss(trainer: Trainer) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     # Undoes the fused loss of another Trainer, since the comparison is with the stock loss.
     _layer_of(without_adapters(model))
-    few = None if next(model.parameters()).is_meta else _FewTokens(trainer, model)
-    stock = few.loss_and_gradients() if few is not None else []
+    is_meta = next(model.parameters()).is_meta
+    stock = _of_few_tokens(trainer, model) if not is_meta else []
     fused = fuse_loss_of(model, piece, trainer.accelerator.scaler)
-    if few is not None:
+    if not is_meta:
         try:
             # Compiled, the few tokens would take seconds.
             with torch.compiler.set_stance("force_eager"):
-                is_alike = _are_alike(stock, few.loss_and_gradients())
+                is_alike = _are_alike(stock, _of_few_tokens(trainer, model))
             if not is_alike:
                 raise SettingUnavailableError(
                     f"the loss of {type(without_adapters(model)).__name__} is another one where it is computed without "
