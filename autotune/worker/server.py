@@ -73,8 +73,6 @@ from autotune.worker.user.protection import Room, protect, take_kept
 # Most bytes of one line from a job. Results are far shorter, but the user's own code may write anything.
 _LINE_LIMIT_BYTES = 16 * 1024**2
 _FOLDER_PREFIX = "autotune-trial-"
-_KEYS_OF_JOBS = {"progress", "result"}
-"""Keys of the lines that a job's process may write."""
 
 
 class _Rank:
@@ -145,7 +143,6 @@ class _RunningJob:
         self.room = None if job.protection is None else Room(scratch.path)
         self.store = store
         """Kept open for as long as ranks need it to find each other."""
-        self.has_result = False
         self.culprit: _Rank | None = None
         """The rank that failed first, where there are several."""
 
@@ -204,10 +201,7 @@ class Server:
 
     def report(self, line: ServerLine) -> None:
         """Send a line to the controller, now or as soon as it reads again."""
-        self._send_document(encode(line))
-
-    def _send_document(self, document: dict[str, Any]) -> None:
-        self._reports.put(json.dumps(document).encode())
+        self._reports.put(json.dumps(encode(line)).encode())
 
     def serve(self) -> None:
         """Run jobs until the controller is gone."""
@@ -349,7 +343,7 @@ class Server:
         for rank in job.ranks:
             # A job that writes faster than the controller reads has to wait, until its timeout if necessary.
             if not self._reports.is_full:
-                self._forward_lines(job, rank)
+                self._read_lines(job, rank)
             process.bound_log(rank.log_path)
         if not job.timed_out and time.monotonic() >= job.deadline:
             job.timed_out = True
@@ -360,7 +354,7 @@ class Server:
             job.kill()
         for rank in job.ranks:
             if rank.reap():
-                self._forward_lines(job, rank)
+                self._read_lines(job, rank)
         if not job.timed_out and job.blame():
             job.kill()
         if job.has_ended:
@@ -376,70 +370,56 @@ class Server:
         process.end_children(spared=self._pids())
         for rank in job.ranks:
             os.close(rank.lines.fd)
+        # The result of the rank that failed, or else of rank 0, whose measurement is of all ranks.
         rank = job.culprit or job.ranks[0]
-        if len(job.ranks) > 1:
-            # The result of the rank that failed, or else of rank 0, whose measurement is of all ranks.
-            is_whole = job.culprit is not None or all(rank.state == "completed" for rank in job.ranks)
-            if rank.answer is not None and is_whole:
-                result = rank.result
-                if job.culprit is not None and isinstance(result, dict):
-                    result = _naming_rank(rank.number, result)
-                job.has_result = True
-                self.report(ResultLine(result, id=job.id))
-            elif rank.malformed is not None:
-                self.report(MalformedLine(rank.malformed, job.id))
-        self._report_stop(job)
-        if job.layer is not None and job.has_result:
-            take_kept(job.scratch, job.layer)
+        is_whole = rank is job.culprit or len(job.ranks) == 1 or all(rank.state == "completed" for rank in job.ranks)
+        if rank.answer is not None and is_whole:
+            named = job.culprit is not None and isinstance(rank.result, dict)
+            self.report(ResultLine(_naming_rank(rank.number, rank.result) if named else rank.result, id=job.id))
+            if job.layer is not None:
+                take_kept(job.scratch, job.layer)
+        elif (why := _why_stopped(job)) is not None:
+            self.report(ResultLine(why, id=job.id))
+        elif rank.malformed is not None:
+            self.report(MalformedLine(rank.malformed, job.id))
         job.scratch.remove()
         code = os.waitstatus_to_exitcode(rank.status or 0)
         exit_code, number = (code, None) if code >= 0 else (None, -code)
         culprit = None if job.culprit is None else job.culprit.number
         self.report(Ended(job.id, exit_code, number, job.timed_out, rank=culprit))
 
-    def _report_stop(self, job: _RunningJob) -> None:
-        """Report the reason in the job's stop file as its result, unless there is no such file or a result already."""
-        try:
-            with open(job.scratch.stop_file, encoding="utf-8") as file:
-                why = json.load(file)
-        except (OSError, ValueError):
-            return
-        if job.has_result:
-            return
-        match job.work:
-            case TrialWork():
-                result = outcome_document(Failed("error", why["message"]))
-            case LookWork():
-                result = encode(LookAnswer(problem=why["message"]))
-            case RehearsalWork():
-                result = encode(Rehearsal(problem=why["message"]))
-            case _:
-                result = encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
-        self.report(ResultLine(result, id=job.id))
-
-    def _forward_lines(self, job: _RunningJob, rank: _Rank) -> None:
-        """Forward complete lines of a process, with the job's id.
-
-        Only the first rank's progress is forwarded. Results of several ranks are held back until all have ended.
-        """
+    def _read_lines(self, job: _RunningJob, rank: _Rank) -> None:
+        """Forward the progress of the first rank, and keep the result of any until all have ended."""
         for line in rank.lines.read():
             try:
                 message = json.loads(line)
             except ValueError:
                 message = None
             # The user's own code may write anything into the pipe.
-            if not isinstance(message, dict) or not _KEYS_OF_JOBS & message.keys():
-                malformed = line[:200].decode(errors="replace")
-                if len(job.ranks) == 1:
-                    self.report(MalformedLine(malformed, job.id))
-                rank.malformed = malformed
-                continue
-            if len(job.ranks) > 1 and "result" in message:
+            if not isinstance(message, dict) or not {"progress", "result"} & message.keys():
+                rank.malformed = line[:200].decode(errors="replace")
+            elif "result" in message:
                 rank.answer = rank.answer or message
             elif rank.number == 0:
-                job.has_result = job.has_result or "result" in message
-                said = {name: value for name, value in message.items() if name in (*_KEYS_OF_JOBS, "at")}
-                self._send_document({**said, "id": job.id})
+                self.report(ProgressLine(message["progress"], id=job.id))
+
+
+def _why_stopped(job: _RunningJob) -> Any:
+    """Return the reason in a job's stop file as a result of its kind of work; ``None`` without such a file."""
+    try:
+        with open(job.scratch.stop_file, encoding="utf-8") as file:
+            why = json.load(file)
+    except (OSError, ValueError):
+        return None
+    match job.work:
+        case TrialWork():
+            return outcome_document(Failed("error", why["message"]))
+        case LookWork():
+            return encode(LookAnswer(problem=why["message"]))
+        case RehearsalWork():
+            return encode(Rehearsal(problem=why["message"]))
+        case _:
+            return encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
 
 
 def _naming_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
