@@ -76,9 +76,17 @@ class Timed(NamedTuple):
 
     seconds: float
     tokens: float
-    """Tokens of the step's batches, padding included; 0 where not known."""
+    """Tokens of the candidate's whole step, padding included; 0 where not known."""
     new_shapes: float
     data_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    micro_seconds: float = 0.0
+    """Time of a micro-step that adds to existing gradients, and does not exchange them between ranks; 0 where none was
+    run."""
+    saving_seconds: float = 0.0
+    """Spent in ``torch.save``, and not part of ``seconds``."""
+    real_tokens: int | None = None
+    """Tokens that were run, without padding; ``None`` where they were not seen."""
 
 
 class RunEstimate(NamedTuple):

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -72,25 +72,6 @@ def prefetched_steps(candidate: Candidate, effort: Effort) -> int:
     Steps on prefetched batches say nothing about how fast data is loaded.
     """
     return math.ceil(batches_ahead(candidate.arm) / micro_steps_to_run(candidate, effort))
-
-
-@dataclass
-class _Step:
-    """One optimizer step as it was run."""
-
-    seconds: float
-    data_seconds: float
-    optimizer_seconds: float
-    micro_seconds: float
-    """Time of a micro-step that adds to existing gradients, and does not exchange them between ranks; 0 where none was
-    run."""
-    new_shapes: float = 0.0
-    tokens: float = 0.0
-    """Tokens of the candidate's whole step, with padding; 0 where not known."""
-    saving_seconds: float = 0.0
-    """Spent in ``torch.save``, and not part of ``seconds``."""
-    real_tokens: int | None = None
-    """Tokens that were run, without padding; ``None`` where they were not seen."""
 
 
 class Evaluations:
@@ -178,8 +159,8 @@ class StepTimer(StepListener):
         """Bytes that were held after each step."""
         self._worst_peaks: PeakBytes | None = None
         self._worst_tokens: int | None = None
-        self._warmup: list[_Step] = []
-        self._timed: list[_Step] = []
+        self._warmup: list[Timed] = []
+        self._timed: list[Timed] = []
         self._marks: list[Any] = []
         self._saving_seconds = 0.0
         self._previous_end = 0.0
@@ -233,8 +214,8 @@ class StepTimer(StepListener):
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
         """Record the step, and stop the training once enough was measured."""
         self._marks += marks
-        if self._free.is_under_way and self.pending is not None:
-            self._end_free(self.pending, marks[1])
+        if self._free.is_under_way:
+            self._end_free(marks[1])
             return
         self._meter.synchronize()
         end = perf_counter()
@@ -244,7 +225,7 @@ class StepTimer(StepListener):
         step = self._timed_step(end, wait_seconds)
         self._previous_end = end
         seen = self.checks.step_ends(len(self._marks) - 2)
-        step.real_tokens = seen.tokens
+        step = step._replace(real_tokens=seen.tokens)
         evaluates = self._evaluations.is_one(seen.calls_without_gradients)
         # Skipped updates cost less time, and before the first update the optimizer has no state.
         step, is_skipped, evaluates = self._of_all_ranks(step, self._was_skipped(seen), evaluates)
@@ -268,19 +249,17 @@ class StepTimer(StepListener):
         if is_timed and self._enough():
             self.pending = self.measurement()
             self._free.begin(self.pending)
-            if not self._free.is_under_way:
-                self._finish_unless_profiled(self.pending)
+            self._finish_free()
         elif self._is_warm:
             self.checks.begin_timed()
             self.start_clock()
 
-    def _of_all_ranks(self, step: _Step, is_skipped: bool, evaluates: bool) -> tuple[_Step, bool, bool]:
+    def _of_all_ranks(self, step: Timed, is_skipped: bool, evaluates: bool) -> tuple[Timed, bool, bool]:
         """Return the step of the slowest rank, and whether any rank skipped the update, and evaluated."""
-        told = self._ranks.gather((astuple(step), is_skipped, evaluates))
-        each = [_Step(*figures) for figures, *_ in told]
+        told = self._ranks.gather((step, is_skipped, evaluates))
+        each = [Timed(*figures) for figures, *_ in told]
         known = [step.real_tokens for step in each if step.real_tokens is not None]
-        slowest = replace(
-            max(each, key=lambda step: step.seconds),
+        slowest = max(each, key=lambda step: step.seconds)._replace(
             new_shapes=max(step.new_shapes for step in each),
             tokens=max(step.tokens for step in each),
             real_tokens=sum(known) if len(known) == len(each) else None,
@@ -322,28 +301,24 @@ class StepTimer(StepListener):
         self._held.append(self._meter.allocated_bytes())
         self._on_step(self._steps_seen)
 
-    def _end_free(self, measured: Measurement, mark: Any) -> None:
+    def _end_free(self, mark: Any) -> None:
         """Record a free step that ends at ``mark``."""
         new, tokens = self._end_batches()
         self._step_is_over()
         self.checks.step_is_dropped()
         self._free.ends(mark, tokens, is_known=not new and not self._saving_seconds)
         self._saving_seconds = 0.0
-        self._finish_free(measured)
+        if not self._free.is_under_way:
+            self._meter.synchronize()
+        self._finish_free()
 
-    def _finish_free(self, measured: Measurement) -> None:
-        """After the last free step, scale the measured times to those of the free steps."""
-        if self._free.is_under_way:
+    def _finish_free(self) -> None:
+        """After the last free step, scale the measured times to theirs; end the measuring unless steps are profiled."""
+        if self._free.is_under_way or self.pending is None:
             return
-        self._meter.synchronize()
-        timed = [Timed(step.seconds, step.tokens, step.new_shapes, step.data_seconds) for step in self._timed]
-        self.pending = self._free.measured(measured, timed, self._meter.seconds_between)
-        self._finish_unless_profiled(self.pending)
-
-    def _finish_unless_profiled(self, measured: Measurement) -> None:
-        """End the measuring, unless steps are profiled first."""
+        self.pending = self._free.measured(self.pending, self._timed, self._meter.seconds_between)
         if self._busy is None or not self._effort.busy_steps:
-            self._finish(measured)
+            self._finish(self.pending)
 
     def _end_profiled(self, measured: Measurement) -> None:
         """Record a step after the timed ones, which is profiled unless its shapes are new."""
@@ -425,11 +400,11 @@ class StepTimer(StepListener):
         self._end_batches()
         self.checks.step_is_dropped()
         self.start_clock()
-        if self._free.is_under_way and self.pending is not None:
+        if self._free.is_under_way:
             self._free.drops()
-            self._finish_free(self.pending)
+            self._finish_free()
 
-    def _timed_step(self, end: float, wait_seconds: float | None) -> _Step:
+    def _timed_step(self, end: float, wait_seconds: float | None) -> Timed:
         """Return the times of the step that ended at ``end``, and clear what was recorded of it."""
         marks, between = self._marks, self._meter.seconds_between
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
@@ -447,7 +422,7 @@ class StepTimer(StepListener):
             data_seconds += wait_seconds
             # The time between two marks includes the wait for a batch, which may be shorter than the mean wait.
             micro_seconds = max(0.0, micro_seconds - data_seconds / max(1, len(marks) - 2))
-        return _Step(
+        return Timed(
             seconds=end - self._previous_end,
             data_seconds=data_seconds,
             optimizer_seconds=between(marks[-2], marks[-1]),
@@ -499,14 +474,14 @@ class StepTimer(StepListener):
 
         known = [step for step in self._timed if not step.new_shapes]
 
-        def whole(step: _Step) -> Timed:
+        def whole(step: Timed) -> Timed:
             micro_seconds = step.micro_seconds
             if step.new_shapes and known:
                 # Shapes are new once, not in each of the missing micro-steps.
                 like = min(known, key=lambda one: abs(one.tokens - step.tokens))
                 micro_seconds = like.micro_seconds * (step.tokens / like.tokens if like.tokens else 1.0)
             added = missing * (micro_seconds + step.data_seconds / run)
-            return Timed(step.seconds + added, step.tokens, step.new_shapes, step.data_seconds)
+            return step._replace(seconds=step.seconds + added)
 
         return [whole(step) for step in self._timed]
 
@@ -540,10 +515,10 @@ class StepTimer(StepListener):
             # DeepSpeed updates within the last micro-step.
             optimizer_seconds=None if arm.zero_stage is not None else middle(step.optimizer_seconds for step in timed),
             data_seconds=data * self._candidate.gradient_accumulation_steps / run,
-            device_used_bytes=self._largest_if_all_know(self._meter.device_used_bytes()),
-            context_bytes=self._largest_if_all_know(self._meter.context_bytes()),
-            allocation_retries=self._largest_if_all_know(self._meter.allocation_retries()),
-            skipped_steps=self._scaler.skipped,
+            device_used_bytes=self._largest_known(self._meter.device_used_bytes()),
+            context_bytes=self._largest_known(self._meter.context_bytes()),
+            allocation_retries=self._largest_known(self._meter.allocation_retries()),
+            skipped_steps=self._skipped_steps,
             tokens_per_sample=self._tokens_per_sample(),
             joules_per_sample=self._joules_per_sample(seconds),
             # The extra time of the warm-up steps over as many median timed steps.
@@ -581,12 +556,6 @@ class StepTimer(StepListener):
     def _largest_known(self, figure: Number | None) -> Number | None:
         """Return the largest figure of the ranks that know theirs; ``None`` where no rank does."""
         return max((each for each in self._ranks.gather(figure) if each is not None), default=None)
-
-    def _largest_if_all_know(self, figure: int | None) -> int | None:
-        """Return the largest of a figure over the ranks; ``None`` where a rank does not know it."""
-        figures = self._ranks.gather(figure)
-        known = [figure for figure in figures if figure is not None]
-        return max(known) if len(known) == len(figures) else None
 
     def _largest_peaks(self, peaks: PeakBytes) -> PeakBytes:
         """Return the largest peaks of any rank."""

@@ -58,7 +58,7 @@ def problem_of_loss(last: float | None) -> str | None:
 
 
 class ScalerWatch:
-    """Counts the updates that a gradient scaler skips, step by step: each of them lowers its scale.
+    """Tells which updates a gradient scaler skips, step by step: each of them lowers its scale.
 
     Reading the scale waits for the device. Without a scaler no update counts as skipped.
     """
@@ -69,8 +69,6 @@ class ScalerWatch:
         scaler = getattr(optimizer, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale = self._scaler.get_scale() if self._scaler is not None else 0.0
-        self.skipped = 0
-        """Updates skipped so far."""
 
     def step_was_skipped(self) -> bool:
         """Return whether the step that just ended skipped its update. Call this once a step."""
@@ -78,7 +76,6 @@ class ScalerWatch:
         if self._scaler is not None:
             before, self._scale = self._scale, self._scaler.get_scale()
             is_skipped = bool(self._scale < before)
-        self.skipped += is_skipped
         return is_skipped
 
 
