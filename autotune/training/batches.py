@@ -69,7 +69,8 @@ def undone_on_error(undo: Callable[[], None], problem: str) -> Iterator[None]:
         yield
     except BaseException as error:
         undo()
-        if isinstance(error, TypeError | ValueError | AttributeError) or type(error) is RuntimeError:
+        is_of_call = isinstance(error, TypeError | ValueError | LookupError | AttributeError | NotImplementedError)
+        if is_of_call or type(error) is RuntimeError:
             raise SettingUnavailableError(f"{problem}: {error}") from error
         raise
 

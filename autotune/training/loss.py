@@ -29,6 +29,7 @@ from autotune.training.batches import (
     check_loss_is_models,
     during_training,
     in_evaluation_mode,
+    undone_on_error,
     without_adapters,
     wrap_forward,
 )
@@ -305,9 +306,6 @@ def _of_few_tokens(trainer: Any, model: Any) -> list[torch.Tensor]:
     """
     layer: torch.nn.Linear = without_adapters(model).get_output_embeddings()
     trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
-    device = next(model.parameters()).device
-    tokens = torch.arange(8, device=device).reshape(2, 4) % layer.weight.shape[0]
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
     def enlarge(_: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Scale hidden states so that their logits reach ``_LARGE``."""
@@ -316,18 +314,15 @@ def _of_few_tokens(trainer: Any, model: Any) -> list[torch.Tensor]:
         return given[0] * (_LARGE / largest if largest else 1.0), *given[1:]
 
     hook = layer.register_forward_pre_hook(enlarge)
-    try:
+    with undone_on_error(hook.remove, "its loss cannot be tried on a few tokens"):
+        tokens = torch.arange(8, device=next(model.parameters()).device).reshape(2, 4) % layer.weight.shape[0]
+        inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
         with in_evaluation_mode(model), trainer.compute_loss_context_manager():
             # _FusedLoss computes the loss without logits only if this is set.
             layer.training = True
             loss = trainer.compute_loss(model, inputs)
         gradients = torch.autograd.grad(loss, sorted(trained, key=torch.Tensor.numel)[:2], allow_unused=True)
-    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError | SettingUnavailableError):
-            raise
-        raise SettingUnavailableError(f"its loss cannot be tried on a few tokens: {error}") from error
-    finally:
-        hook.remove()
+    hook.remove()
     return [loss.detach(), *(each for each in gradients if each is not None)]
 
 
@@ -401,18 +396,14 @@ def fuse_loss(trainer: Trainer) -> None:
     stock = _of_few_tokens(trainer, model) if not is_meta else []
     fused = fuse_loss_of(model, piece, trainer.accelerator.scaler)
     if not is_meta:
-        try:
-            # Compiled, the few tokens would take seconds.
-            with torch.compiler.set_stance("force_eager"):
-                is_alike = _are_alike(stock, _of_few_tokens(trainer, model))
-            if not is_alike:
+        undo = functools.partial(fused.undo, model)
+        # Compiled, the few tokens would take seconds.
+        with undone_on_error(undo, "it does not compute its loss alone"), torch.compiler.set_stance("force_eager"):
+            if not _are_alike(stock, _of_few_tokens(trainer, model)):
                 raise SettingUnavailableError(
                     f"the loss of {type(without_adapters(model)).__name__} is another one where it is computed without "
                     "logits: they are changed or read after the output layer"
                 )
-        except BaseException:
-            fused.undo(model)
-            raise
     fused.trains = False
     during_training(trainer, functools.partial(_flag_set, fused, "trains"))
     step = trainer.prediction_step

@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
 
 from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import AfterStep, Inspection, ModelFacts, Software
@@ -27,6 +26,7 @@ from autotune.worker.private.transformers import (
 )
 from autotune.worker.rendezvous import lacks_nccl
 from autotune.worker.trial.build import model_class, on_meta
+from autotune.worker.trial.run import known_fields
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "nvidia-ml-py")
 
@@ -99,7 +99,5 @@ def inspect(workload: Workload, work: InspectionWork) -> Inspection:
 
 def inspect_environment() -> Inspection:
     """Return facts about the environment; ``autotune.worker.gpu_facts`` adds those of the GPU."""
-    fields = sorted(f.name for f in dataclasses.fields(TrainingArguments))
-    return Inspection(
-        Software(platform.python_version(), package_versions(), tuple(fields)), optims=tuple(optimizer_names())
-    )
+    software = Software(platform.python_version(), package_versions(), tuple(sorted(known_fields())))
+    return Inspection(software, optims=tuple(optimizer_names()))

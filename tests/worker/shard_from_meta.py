@@ -60,7 +60,7 @@ def run(workload: Workload, rank: int, port: int, folder: Path) -> None:
     with held:
         build.fill(model, CPU)
     if workload.weights:
-        build._take_from_files(model, workload, CPU)
+        build._take_from_files(model, workload)
     gathered = {name: tensor.full_tensor().clone() for name, tensor in model.state_dict().items()}
     loss, gradients = step(model)
     fuse_loss_of(model)

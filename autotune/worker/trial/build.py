@@ -12,6 +12,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 from transformers import initialization as init
@@ -288,7 +289,7 @@ def shard_from_meta(trainer: Any, workload: Workload) -> None:
     shard_for(trainer.accelerator, trainer.model)
     fill(trainer.model, device)
     if workload.weights:
-        _take_from_files(trainer.model, workload, device)
+        _take_from_files(trainer.model, workload)
 
 
 def on_meta(workload: Workload, attn_implementation: str) -> Any:
@@ -350,17 +351,8 @@ def _copy_local_part(part: DTensor, whole: torch.Tensor) -> None:
     part.to_local().copy_(mine.to_local())
 
 
-@torch.no_grad()
-def _take_from_files(model: Any, workload: Workload, device: torch.device) -> None:
+def _take_from_files(model: Any, workload: Workload) -> None:
     """Copy weights from files to a sharded model, broadcast by the first rank."""
-    is_first = dist.get_rank() == 0
-    saved = build_model(workload, "eager", torch.device("cpu")).state_dict() if is_first else {}
-    for name, tensor in model.state_dict().items():
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if is_first:
-            whole.copy_(saved.pop(name))
-        dist.broadcast(whole, src=0)
-        if isinstance(tensor, DTensor):
-            _copy_local_part(tensor, whole)
-        else:
-            tensor.copy_(whole)
+    saved = build_model(workload, "eager", torch.device("cpu")).state_dict() if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, saved, options=options)

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 
 from autotune.devices.cores import core_for, usable_core_numbers
@@ -68,9 +69,6 @@ def _allow(cores: Collection[int]) -> None:
     """Allow this thread to use these cores, if the system has them."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, cores)
-
-
-_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 class CoreWait:
@@ -128,20 +126,17 @@ def _waited() -> Counter[str]:
 def _seconds_of_others() -> float | None:
     """Return the CPU seconds of all processes outside of this one's process group; ``None`` where unknown."""
     try:
-        busy = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        times, own = psutil.cpu_times(), os.getpgrp()
     except (OSError, ValueError):
         return None
-    # user, nice, system, irq, softirq (proc(5)).
-    ticks = sum(busy[place] for place in (0, 1, 2, 5, 6))
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[2]) == os.getpgrp():
-            # User and system time, with those of its children that have ended.
-            ticks -= sum(map(int, fields[11:15]))
-    return ticks / _TICKS_A_SECOND
+    seconds = times.user + times.nice + times.system + times.irq + times.softirq
+    for pid in psutil.pids():
+        # A process may have ended meanwhile.
+        with contextlib.suppress(OSError, psutil.Error):
+            if os.getpgid(pid) == own:
+                # User and system time, with those of its children that have ended.
+                seconds -= sum(psutil.Process(pid).cpu_times()[:4])
+    return float(seconds)
 
 
 def _throttled() -> str | None:

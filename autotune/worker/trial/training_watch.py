@@ -15,7 +15,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -558,23 +558,16 @@ def _storage_address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def shapes_in(value: Any, depth: int = 3) -> list[tuple[int, ...]]:
+def shapes_in(value: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the first tensors in a nested value, with each list's length before its tensors."""
-    shapes: list[tuple[int, ...]] = []
 
-    def add(part: Any, left: int) -> None:
-        if len(shapes) >= _MOST_TENSORS:
-            return
+    def shapes(part: Any, depth: int) -> Iterator[tuple[int, ...]]:
         if isinstance(part, torch.Tensor):
-            shapes.append(tuple(map(int, part.shape)))
-        elif left:
+            yield tuple(map(int, part.shape))
+        elif depth:
             if isinstance(part, list) and part and isinstance(part[0], torch.Tensor):
-                shapes.append((len(part),))
-            if isinstance(part, Mapping):
-                part = list(part.values())
-            if is_row(part):
-                for each in part:
-                    add(each, left - 1)
+                yield (len(part),)
+            parts = part.values() if isinstance(part, Mapping) else part if is_row(part) else ()
+            yield from itertools.chain.from_iterable(shapes(each, depth - 1) for each in parts)
 
-    add(value, depth)
-    return shapes
+    return list(itertools.islice(shapes(value, 3), _MOST_TENSORS))
