@@ -87,7 +87,7 @@ def in_evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 IGNORED = -100
-"""The label of a token that does not count."""
+"""The label of a token that does not count: torch.nn.CrossEntropyLoss's default."""
 
 Change = Callable[[Any], Any]
 """Makes another batch of a batch, in the host's memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
+from typing import Literal
 
 from autotune.core.outcome import Failed, FailureReason, OutOfMemory
 from autotune.core.real_training import PeakBytes
@@ -71,19 +72,19 @@ _NEAR_LIMIT = 0.9
 
 def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
     """Return whether an error means out of memory; ``fraction_used`` is peak reserved memory over the cap."""
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return True
-    text = str(error).lower()
-    if any(fragment in text for fragment in (*_DEVICE_FRAGMENTS, *_HOST_FRAGMENTS)):
-        return True
-    if _is_onednn_error(text):
-        return True
-    near = fraction_used >= _NEAR_LIMIT
-    return near and any(fragment in text for fragment in (*_DEVICE_FRAGMENTS_NEAR_LIMIT, _HOST_FRAGMENT_NEAR_LIMIT))
+    return _where_it_ran_out(error, fraction_used) is not None
 
 
-def _is_onednn_error(text: str) -> bool:
-    return text.strip().partition("\n")[0] == _ONEDNN_LINE
+def _where_it_ran_out(error: BaseException, fraction_used: float) -> Literal["device", "host"] | None:
+    """Return where memory ran out; ``None`` for an error that means something else."""
+    text, is_near = str(error).lower(), fraction_used >= _NEAR_LIMIT
+    of_host = (*_HOST_FRAGMENTS, *([_HOST_FRAGMENT_NEAR_LIMIT] if is_near else []))
+    of_device = (*_DEVICE_FRAGMENTS, *(_DEVICE_FRAGMENTS_NEAR_LIMIT if is_near else ()))
+    is_onednn_error = text.strip().partition("\n")[0] == _ONEDNN_LINE
+    if isinstance(error, MemoryError) or is_onednn_error or any(fragment in text for fragment in of_host):
+        return "host"
+    is_on_device = type(error).__name__ == "OutOfMemoryError" or any(fragment in text for fragment in of_device)
+    return "device" if is_on_device else None
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
@@ -136,23 +137,20 @@ def classify(
     ``device``.
     """
     fraction = peaks.reserved / cap_bytes if peaks and cap_bytes else 0.0
-    culprit = next((e for e in chain_of(error) if is_out_of_memory(e, fraction)), None)
+    for each in chain_of(error):
+        if (where := _where_it_ran_out(each, fraction)) is not None:
+            return OutOfMemory(
+                first_line(each),
+                where="device" if on_cpu else where,
+                during=during,
+                peak_allocated_bytes=peaks.allocated if peaks else None,
+                peak_reserved_bytes=peaks.reserved if peaks else None,
+            )
     # Compared by name: importing its package would import transformers, which the trial server imports in its own way.
-    if culprit is None and type(error).__name__ == "SettingUnavailableError":
+    if type(error).__name__ == "SettingUnavailableError":
         return Failed("unavailable", str(error), during=during)
-    if culprit is None:
-        said = [text for each in chain_of(error) if "cuda" in (text := str(each).lower())]
-        is_lost = any(fragment in text for text in said for fragment in _LOST_DEVICE_FRAGMENTS)
-        reason: FailureReason = "device_lost" if is_lost else "error"
-        text = "".join(traceback.format_exception(error))[-20_000:]
-        return Failed(reason, first_line(error), during=during, traceback=text)
-    text = str(culprit).lower()
-    fragments = (*_HOST_FRAGMENTS, _HOST_FRAGMENT_NEAR_LIMIT)
-    on_host = isinstance(culprit, MemoryError) or _is_onednn_error(text) or any(part in text for part in fragments)
-    return OutOfMemory(
-        first_line(culprit),
-        where="host" if on_host and not on_cpu else "device",
-        during=during,
-        peak_allocated_bytes=peaks.allocated if peaks else None,
-        peak_reserved_bytes=peaks.reserved if peaks else None,
-    )
+    said = [text for each in chain_of(error) if "cuda" in (text := str(each).lower())]
+    is_lost = any(fragment in text for text in said for fragment in _LOST_DEVICE_FRAGMENTS)
+    reason: FailureReason = "device_lost" if is_lost else "error"
+    text = "".join(traceback.format_exception(error))[-20_000:]
+    return Failed(reason, first_line(error), during=during, traceback=text)

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoProcessor, AutoTokenizer
 
 from autotune.core.errors import InvalidRequestError
+from autotune.training.batches import IGNORED
 from autotune.worker.failures import first_line
 
 _HUB_TIMEOUT_SECONDS = 10.0
@@ -93,8 +94,6 @@ TEXT = "text"
 """The column of texts, with a placeholder for each image."""
 IMAGES = "images"
 """The column of undecoded images: a struct of ``bytes`` and ``path``, or a list of them."""
-# The label that torch.nn.CrossEntropyLoss ignores by default.
-_IGNORED = -100
 
 
 def open_stored(stored: dict[str, Any]) -> Any:
@@ -146,4 +145,4 @@ class ImageTextCollator:
         )
         tokens = batch["input_ids"]
         is_learned = (batch["attention_mask"] == 1) & (tokens != self.image_token)
-        return {**batch, "labels": tokens.masked_fill(~is_learned, _IGNORED)}
+        return {**batch, "labels": tokens.masked_fill(~is_learned, IGNORED)}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from autotune.core.prediction import Operation, Operations, Size
-from autotune.worker.private.torch import is_in_autograd
+from autotune.worker.private.torch import dtype_name, is_in_autograd
 
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "update"
 
@@ -161,7 +161,7 @@ class OperationTally:
         written = self._as_size(products * rows * columns)
         size = first.element_size()
         size_bytes = tuple(size * sum(part) for part in zip(*moved, written, strict=True))
-        return "matrix_product", _dtype_name(first), flops, size_bytes, shape
+        return "matrix_product", dtype_name(first.dtype), flops, size_bytes, shape
 
     def _attention(self, kind: str, name: str, args: Sequence[Any]) -> Row:
         """Return the cost of an attention kernel: kind, dtype, FLOPs, bytes, shape and options."""
@@ -181,7 +181,7 @@ class OperationTally:
         flash = "flash" in name or "cudnn" in name
         options = (int(flash), int(isinstance(bias, torch.Tensor)), int(dropout > 0), int(causal))
         shape = *(self._as_size(number) for number in (batch, heads, length, keys, size)), *((0, o) for o in options)
-        return kind, _dtype_name(query), self._as_size(flops), self._moved_bytes(read, 2 if backward else 1), shape
+        return kind, dtype_name(query.dtype), self._as_size(flops), self._moved_bytes(read, 2 if backward else 1), shape
 
     def _convolution(self, name: str, args: Sequence[Any], out: Any) -> Row:
         """Return the cost of a convolution."""
@@ -191,14 +191,14 @@ class OperationTally:
         # The backward pass computes the gradients of input and weight, where they are wanted.
         times = sum(1 for wanted in args[-1][:2] if wanted) if backward else 1
         flops = self._as_size(times * 2 * result.numel() * (weight.numel() // weight.shape[0]))
-        return "convolution", _dtype_name(source), flops, self._moved_bytes((source, weight, result), times), ()
+        return "convolution", dtype_name(source.dtype), flops, self._moved_bytes((source, weight, result), times), ()
 
     def _fused_update(self, args: Sequence[Any]) -> Row:
         """Return the cost of a fused optimizer kernel, which writes all tensors but gradients in place."""
         lists = [list(_flatten_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
         read = [tensor for group in lists for tensor in group]
         written = [tensor for group in lists[:1] + lists[2:] for tensor in group]
-        dtype = _dtype_name(read[0]) if read else "float32"
+        dtype = dtype_name(read[0].dtype) if read else "float32"
         return "fused_update", dtype, (0, 0), self._moved_bytes(read + written), ((0, len(lists[0]) if lists else 0),)
 
     def _memory_bound(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
@@ -214,7 +214,7 @@ class OperationTally:
         else:
             touched = written + read
         largest = max(read or written, key=lambda tensor: tensor.numel(), default=None)
-        dtype = _dtype_name(largest) if largest is not None else "none"
+        dtype = dtype_name(largest.dtype) if largest is not None else "none"
         shape: tuple[Size, ...] = ()
         if largest is not None and largest.dim() and kind in ("normalisation", "softmax", "reduction"):
             columns = largest.shape[-1]
@@ -261,10 +261,6 @@ _DROPOUT_AND_CAUSAL = {
     "_scaled_dot_product_efficient_attention": (5, 6),
     "_scaled_dot_product_efficient_attention_backward": (9, 11),
 }
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:

@@ -399,15 +399,6 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
 
 
 @dataclass(frozen=True)
-class _Peaks:
-    """Peaks of a step in the simulated allocator."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    runs_out: bool
-
-
-@dataclass(frozen=True)
 class Limits:
     """Predicts which batches of a step fit: within the cap, and below the line with a margin."""
 
@@ -420,42 +411,45 @@ class Limits:
         """Return the peaks at a batch, whether it fits, and the parts of the peak."""
         step = self.step.step_for(accumulation)
         events = step.at(batch, self.chip, accumulation=accumulation)
-        peaks = self._peaks(events, step)
+        allocated, reserved, runs_out = self._peaks(events, step)
         return MemoryPrediction(
             batch,
             accumulation,
             micro_batch_bytes=self.step.micro_batch_bytes(batch, self.chip),
-            peak_allocated_bytes=peaks.allocated_bytes,
-            peak_reserved_bytes=peaks.reserved_bytes,
-            runs_out=peaks.runs_out,
-            fits=self._peaks_fit(peaks),
+            peak_allocated_bytes=allocated,
+            peak_reserved_bytes=reserved,
+            runs_out=runs_out,
+            fits=self._peaks_fit(reserved, runs_out=runs_out),
             anatomy=anatomy(events, step.label),
         )
 
-    def _peaks_fit(self, peaks: _Peaks) -> bool:
-        return not peaks.runs_out and self.bounds.fits(peaks.reserved_bytes + self.spare_bytes, PREDICTION_MARGIN)
+    def _peaks_fit(self, reserved_bytes: int, *, runs_out: bool) -> bool:
+        return not runs_out and self.bounds.fits(reserved_bytes + self.spare_bytes, PREDICTION_MARGIN)
 
-    def _peaks(self, events: Events, step: ScalableStep) -> _Peaks:
-        """Return the peaks of a step.
+    def _peaks(self, events: Events, step: ScalableStep) -> tuple[int, int, bool]:
+        """Return the peaks of allocated and reserved bytes of a step, and whether it runs out of memory.
 
         Where reserved memory without a cap would exceed the cap, the reserved peak is that with the cap, under which
         the allocator frees cached segments. If even this is not enough, the step runs out.
         """
         free = replay(events, stream_of=step.stream_of)
         if free.peak_reserved_bytes <= self.bounds.cap_bytes:
-            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, runs_out=False)
+            return free.peak_allocated_bytes, free.peak_reserved_bytes, False
         try:
             capped = replay(events, self.bounds.cap_bytes, step.stream_of)
         except OutOfCapError:
-            return _Peaks(free.peak_allocated_bytes, free.peak_reserved_bytes, runs_out=True)
-        return _Peaks(free.peak_allocated_bytes, capped.peak_reserved_bytes, runs_out=False)
+            return free.peak_allocated_bytes, free.peak_reserved_bytes, True
+        return free.peak_allocated_bytes, capped.peak_reserved_bytes, False
 
     def _fits(self, batch: int) -> bool:
         """Return whether a step without accumulation fits at this batch."""
         step = self.step.step_for(1)
         events = step.at(batch, self.chip, accumulation=1)
         # The peak of allocated bytes, unrounded, is a lower bound of reserved memory, and faster to compute.
-        return _peak(events)[0] <= self.bounds.line_bytes and self._peaks_fit(self._peaks(events, step))
+        if _peak(events)[0] > self.bounds.line_bytes:
+            return False
+        _, reserved, runs_out = self._peaks(events, step)
+        return self._peaks_fit(reserved, runs_out=runs_out)
 
     def largest_batch(self, multiple: int) -> int:
         """Return the largest multiple of ``multiple`` that fits, found by bisection; 0 where none fits."""

@@ -105,6 +105,11 @@ def on_resize(resized: Callable[[torch.UntypedStorage], None]) -> None:
     after(torch.UntypedStorage, "resize_", lambda _, storage, *__: resized(storage))
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def is_in_autograd() -> bool:
     """Return whether this thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -9,10 +9,10 @@ from torch.utils.data import Dataset
 
 from autotune.core.workload import Workload
 from autotune.models.tasks import is_merging, tokens_of_image
+from autotune.training.batches import IGNORED
 
 # Number of distinct samples. More would take memory and change nothing.
 _POOL = 64
-_IGNORED = -100  # torch.nn.CrossEntropyLoss's default ignore_index
 MASKED_FRACTION = 0.15  # BERT, section 3.1: 15 % of the tokens are predicted
 _OF_PATCHES = ("pixel_values", "image_grid_thw")
 _LOWEST_TOKEN = 10  # below lie the special tokens of most vocabularies (padding would shift RoBERTa's positions)
@@ -69,8 +69,8 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int
     if workload.task == "masked-lm":
         predicted = torch.rand(workload.seq_len, generator=generator) < MASKED_FRACTION
         predicted[0] = True
-        labels[~predicted] = _IGNORED
-    labels[real:] = _IGNORED
+        labels[~predicted] = IGNORED
+    labels[real:] = IGNORED
     sample["labels"] = labels
     return sample
 
@@ -85,7 +85,7 @@ def _with_images(workload: Workload, config: Any, sample: Sample, generator: tor
     for start in range(0, workload.images * (count + 1), count + 1):
         tokens[start] = getattr(config, "vision_start_token_id", None) or _LOWEST_TOKEN
         tokens[start + 1 : start + 1 + count] = config.image_token_id
-        labels[start : start + 1 + count] = _IGNORED
+        labels[start : start + 1 + count] = IGNORED
     vision = config.vision_config
     if not is_merging(workload.model_type):
         pixels = torch.rand((workload.images, getattr(vision, "num_channels", 3), side, side), generator=generator)

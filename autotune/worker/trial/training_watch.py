@@ -25,7 +25,7 @@ from torch.nn.modules import module as modules
 
 from autotune.worker.arrays import arrays_by_place, is_row, lengths_by_place
 from autotune.worker.failures import is_out_of_memory
-from autotune.worker.private.torch import is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
+from autotune.worker.private.torch import dtype_name, is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
 from autotune.worker.wrapping import around, lines_above, users_line
 
 ShapesByPlace = dict[str, tuple[int, ...]]
@@ -311,7 +311,7 @@ class TrainingWatch:
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.dim() and _storage_address(tensor) not in own:
-                self.inner_dtypes.add(_dtype_name(tensor.dtype))
+                self.inner_dtypes.add(dtype_name(tensor.dtype))
             # An output that its own graph saves, not detached, would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
 
@@ -340,7 +340,7 @@ class TrainingWatch:
             # A module without parameters may make some in its first call, so nothing is kept.
             if first is None:
                 return None
-            self._weights[called] = _dtype_name(first.dtype)
+            self._weights[called] = dtype_name(first.dtype)
         return self._weights[called]
 
     def _report_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
@@ -505,16 +505,12 @@ class TrainingWatch:
         return [name for name, each in named if each.requires_grad and name not in (self.trained or ())]
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _autocast_record(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
     """Return the record of an autocast; ``None`` for one to float32, which changes nothing.
 
     Scripts such as nanoGPT enter one to float32. torch disables that on a CPU, and leaves it enabled on a GPU.
     """
-    return (device, _dtype_name(dtype)) if dtype is not torch.float32 else None
+    return (device, dtype_name(dtype)) if dtype is not torch.float32 else None
 
 
 @functools.cache
