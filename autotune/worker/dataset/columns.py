@@ -19,6 +19,11 @@ _FEW_SAMPLES = 20
 _LABEL_NAMES = ("label", "labels", "target")
 
 
+def wrong_data(spec: DataSpec, problem: str, hint: str) -> InvalidRequestError:
+    """Return the error of a dataset: its name, then ``problem``, which begins with a space or a colon."""
+    return InvalidRequestError(f"--dataset {spec.label}{problem}", hint)
+
+
 def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
     """Return the column that the user named, or the first existing one of the usual names.
 
@@ -27,14 +32,13 @@ def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, us
     names = dataset.column_names
     if asked is not None:
         if asked not in names:
-            raise InvalidRequestError(
-                f"--dataset {spec.label} has no column {asked!r}", f"it has {', '.join(names)}; name one with {option}"
-            )
+            raise wrong_data(spec, f" has no column {asked!r}", f"it has {', '.join(names)}; name one with {option}")
         return asked
     found: str | None = next((name for name in usual if name in names), None)
     if found is None:
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: no column is called {' or '.join(usual)}, so the {what} is unknown",
+        raise wrong_data(
+            spec,
+            f": no column is called {' or '.join(usual)}, so the {what} is unknown",
             f"it has {', '.join(names)}; name one with {option}",
         )
     return found
@@ -76,11 +80,9 @@ def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> No
     kind = column.type
     is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
     if not is_list or not types.is_integer(kind.value_type):
-        raise InvalidRequestError(f"--dataset {spec.label}: the column {name!r} holds no token lists, but {kind}", hint)
+        raise wrong_data(spec, f": the column {name!r} holds no token lists, but {kind}", hint)
     if column.null_count or arrow.list_flatten(column).null_count:
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
-        )
+        raise wrong_data(spec, f": samples without a value in {name!r}", "remove them from the dataset")
 
 
 def check_in_vocabulary(largest: int, vocabulary: Any, spec: DataSpec, model: str, what: str) -> None:
@@ -101,21 +103,17 @@ def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
     feature = dataset.features[name]
     values = dataset[name][:]
     if any(value is None for value in values):
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: samples without a value in {name!r}", "remove them from the dataset"
-        )
+        raise wrong_data(spec, f": samples without a value in {name!r}", "remove them from the dataset")
     if isinstance(feature, ClassLabel):
         if min(values) < 0:
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: samples of --split {spec.split} have no label", "name a split with labels"
-            )
+            raise wrong_data(spec, f": samples of --split {spec.split} have no label", "name a split with labels")
         return values, max(feature.num_classes, 2)
     if all(isinstance(value, float) for value in values):
         # Every loss would be NaN.
         if wrong := [value for value in values if not math.isfinite(value)]:
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: {len(wrong):,} of {len(values):,} labels in the column {name!r} are NaN or "
-                f"infinite ({wrong[0]})",
+            raise wrong_data(
+                spec,
+                f": {len(wrong):,} of {len(values):,} labels in the column {name!r} are NaN or infinite ({wrong[0]})",
                 "remove these samples, or name another column with --label-column",
             )
         return values, 1
@@ -132,8 +130,9 @@ def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
         )
     classes = set(values)
     if len(classes) == len(values) > _FEW_SAMPLES:
-        raise InvalidRequestError(
-            f"--dataset {spec.label}: each of the {len(values):,} samples has a different class in the column {name!r}",
+        raise wrong_data(
+            spec,
+            f": each of the {len(values):,} samples has a different class in the column {name!r}",
             "name the column of the classes with --label-column",
         )
     number_of = {value: index for index, value in enumerate(sorted(classes))}

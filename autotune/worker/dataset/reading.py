@@ -34,6 +34,7 @@ from autotune.worker.dataset.columns import (
     read_labels,
     real_counts,
     token_counts,
+    wrong_data,
 )
 from autotune.worker.dataset.prepared import (
     IMAGE,
@@ -163,8 +164,9 @@ class _Reading:
         """Return the tokenized dataset, and the length of each sample before truncation as an array (samples,)."""
         for name in (*texts, *((target,) if target else ())):
             if not is_string(dataset.features[name]):
-                raise InvalidRequestError(
-                    f"--dataset {self._spec.label}: the column {name!r} holds no text",
+                raise wrong_data(
+                    self._spec,
+                    f": the column {name!r} holds no text",
                     "name another with --text-column" if name != target else "name another with --label-column",
                 )
         raw: list[int] = []
@@ -195,9 +197,8 @@ class _Reading:
                 cache_file_name=str(self._cache("tokens.arrow")),
             )  # fmt: skip
         except (TypeError, ValueError) as error:
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label} cannot be tokenized: {first_line(error)}",
-                "check --text-column and --tokenizer",
+            raise wrong_data(
+                self._spec, f" cannot be tokenized: {first_line(error)}", "check --text-column and --tokenizer"
             ) from error
         return tokenized, np.array(raw, dtype=np.int64)
 
@@ -219,8 +220,9 @@ class _Reading:
         for name in each_token:
             check_holds_tokens(dataset, self._spec, name, "remove the column")
             if (token_counts(dataset.data.column(name)) != raw).any():
-                raise InvalidRequestError(
-                    f"--dataset {self._spec.label}: {name!r} has not one value for each token of {_TOKENS!r}",
+                raise wrong_data(
+                    self._spec,
+                    f": {name!r} has not one value for each token of {_TOKENS!r}",
                     "make both with the same truncation and padding, or remove the column",
                 )
         is_padded = _MASK in each_token and bool((real_counts(dataset.data.column(_MASK)) < raw).any())
@@ -229,9 +231,7 @@ class _Reading:
             kept = [*kept, _MASK]
             raw = real_counts(dataset.data.column(_MASK))
         if (raw == 0).any():
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label} holds samples without tokens", "remove them from the dataset"
-            )
+            raise wrong_data(self._spec, " holds samples without tokens", "remove them from the dataset")
 
         def cut(batch: dict[str, Any]) -> dict[str, Any]:
             columns = dict(batch.items())
@@ -270,8 +270,9 @@ class _Reading:
             check_in_vocabulary(largest, vocabulary, self._spec, model, "tokenizer")
         elif smallest < 0 or (isinstance(vocabulary, int) and largest >= vocabulary):
             has = f"; it has tokens 0 to {vocabulary - 1}" if isinstance(vocabulary, int) else ""
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: the column {_TOKENS!r} holds {smallest if smallest < 0 else largest}, "
+            raise wrong_data(
+                self._spec,
+                f": the column {_TOKENS!r} holds {smallest if smallest < 0 else largest}, "
                 f"which is not a token of {model}{has}",
                 "make the tokens with the model's own tokenizer, or name a column of text with --text-column",
             )
@@ -312,9 +313,7 @@ class _Reading:
         check_has_pillow()
         name = find_column(dataset, self._spec, self._spec.image_column, "--image-column", _IMAGE_NAMES, "image")
         if not isinstance(dataset.features[name], Image):
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: the column {name!r} holds no images", "name another with --image-column"
-            )
+            raise wrong_data(self._spec, f": the column {name!r} holds no images", "name another with --image-column")
         labels, num_labels = read_labels(dataset, self._spec)
         plain = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         if name != IMAGE:
@@ -357,12 +356,10 @@ def load(spec: DataSpec, folder: Path) -> Any:
             hint += "; no file or folder has this name"
         # The message of the library datasets only says that something failed; the exception's cause says what.
         why = first_line(error.__cause__ or error)
-        raise InvalidRequestError(f"--dataset {spec.label} cannot be read: {why}", hint) from error
+        raise wrong_data(spec, f" cannot be read: {why}", hint) from error
     if isinstance(loaded, DatasetDict):
         if spec.split not in loaded:
-            raise InvalidRequestError(
-                f"--dataset {spec.label} has no split {spec.split!r}", f"it has {', '.join(sorted(loaded))}"
-            )
+            raise wrong_data(spec, f" has no split {spec.split!r}", f"it has {', '.join(sorted(loaded))}")
         loaded = loaded[spec.split]
     if len(loaded) == 0:
         raise _empty_dataset_error(spec)
@@ -370,9 +367,7 @@ def load(spec: DataSpec, folder: Path) -> Any:
 
 
 def _empty_dataset_error(spec: DataSpec) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"--dataset {spec.label} has no samples (split {spec.split})", "give a dataset or split with samples"
-    )
+    return wrong_data(spec, f" has no samples (split {spec.split})", "give a dataset or split with samples")
 
 
 def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
@@ -408,8 +403,9 @@ def _check_same_columns(spec: DataSpec, files: list[str], links: list[str], opti
         )
         if not is_like:
             names = [in_one_line(str(Path(path).relative_to(spec.source))) for path in (file, first)]
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: {names[0]} has the columns {_columns_in_words(kinds)}, but {names[1]} has "
+            raise wrong_data(
+                spec,
+                f": {names[0]} has the columns {_columns_in_words(kinds)}, but {names[1]} has "
                 f"{_columns_in_words(others)}",
                 "give files with the same columns, or name one of the files with --dataset",
             )

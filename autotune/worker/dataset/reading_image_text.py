@@ -15,7 +15,7 @@ from datasets import Dataset, Image, Sequence, Value
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
-from autotune.worker.dataset.columns import check_in_vocabulary, find_column, find_text_columns, is_string
+from autotune.worker.dataset.columns import check_in_vocabulary, find_column, find_text_columns, is_string, wrong_data
 from autotune.worker.dataset.prepared import IMAGE_TOKENS_FILE, LENGTHS_FILE, PROCESSOR_FOLDER, SAMPLES_FOLDER
 from autotune.worker.dataset.tokenizer import IMAGES, TEXT, images_in, load_processor, opened
 from autotune.worker.failures import first_line
@@ -91,9 +91,8 @@ class _ImageTextReading:
         (name,) = find_text_columns(dataset, self._spec, images)
         kind = dataset.features[name]
         if not is_string(kind) and isinstance(kind, Value | Image):
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: the column {name!r} holds neither text nor messages",
-                "name another with --text-column",
+            raise wrong_data(
+                self._spec, f": the column {name!r} holds neither text nor messages", "name another with --text-column"
             )
         return name
 
@@ -105,9 +104,7 @@ class _ImageTextReading:
         if is_string(item) or is_stored:
             return dataset
         if not isinstance(item, Image):
-            raise InvalidRequestError(
-                f"--dataset {self._spec.label}: the column {name!r} holds no images", "name another with --image-column"
-            )
+            raise wrong_data(self._spec, f": the column {name!r} holds no images", "name another with --image-column")
         plain = Image(decode=False)
         return dataset.cast_column(name, plain if item is kind else Sequence(plain))
 
@@ -149,8 +146,9 @@ class _ImageTextReading:
                         _in_parts(row[self._text] or [], len(images)), tokenize=False
                     )
                 except Exception as error:
-                    raise InvalidRequestError(
-                        f"--dataset {self._spec.label}: {self._text!r} cannot be written with the chat template in "
+                    raise wrong_data(
+                        self._spec,
+                        f": {self._text!r} cannot be written with the chat template in "
                         f"{self._spec.tokenizer}: {first_line(error)}",
                         "name a column of text with --text-column, or give a processor with a chat template with "
                         "--tokenizer",
@@ -190,9 +188,9 @@ class _ImageTextReading:
         spec, limit = self._spec, self._workload.seq_len
         whole = len(self.lengths)
         if self._without_image:
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: {len(self._without_image):,} of {whole:,} samples have no image in "
-                f"{self._images!r}",
+            raise wrong_data(
+                spec,
+                f": {len(self._without_image):,} of {whole:,} samples have no image in {self._images!r}",
                 "remove these samples, or name another column with --image-column",
             )
         if self._miscounted:
@@ -201,17 +199,18 @@ class _ImageTextReading:
             names = self.processor.tokenizer.convert_ids_to_tokens
             start, end = ("" if id is None else str(names(id)) for id in around)
             first, written = self._miscounted[0], f"{start}{self._placeholder}{end}"
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: {len(self._miscounted):,} of {whole:,} samples have not one {written} in "
+            raise wrong_data(
+                spec,
+                f": {len(self._miscounted):,} of {whole:,} samples have not one {written} in "
                 f"{self._text!r} for each image; the first is sample {first + 1:,}",
                 f"write {written} where an image belongs, or give messages, whose images come first"
                 if not self._is_chat
                 else "give each image its part of the messages, or none any, for the first message to have them all",
             )
         if long := [length for length in self.lengths if length > limit]:
-            raise InvalidRequestError(
-                f"--dataset {spec.label}: {len(long):,} of {whole:,} samples have more than --seq-len {limit} tokens, "
-                "and images are not cut",
+            raise wrong_data(
+                spec,
+                f": {len(long):,} of {whole:,} samples have more than --seq-len {limit} tokens, and images are not cut",
                 f"give --seq-len {max(long)}, remove the samples, or give a processor that makes images smaller",
             )
         vocabulary = (self._workload.config.get("text_config") or {}).get("vocab_size")
