@@ -6,23 +6,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
-def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the array of every array in a nested value: ``0``, ``1.input_ids``."""
+def parts_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of every array, list and tuple in a nested value, outermost first: ``0``, ``1.input_ids``.
+
+    Detectors get a list of samples.
+    """
     if has_shape(value):
         yield place, value
     elif depth:
+        if is_row(value):
+            yield place, value
         for at, part in _parts(value):
-            yield from arrays_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
+            yield from parts_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
 
 
-def lengths_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, int]]:
-    """Yield path and length of every list and tuple in a nested value. Detectors get a list of samples."""
-    if has_shape(value) or not depth:
-        return
-    if is_row(value):
-        yield place, len(value)
-    for at, part in _parts(value):
-        yield from lengths_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
+def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the array of every array in a nested value."""
+    return ((at, part) for at, part in parts_by_place(value, place, depth) if has_shape(part))
 
 
 def arrays_in(value: Any) -> Iterator[Any]:

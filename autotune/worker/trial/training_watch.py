@@ -15,7 +15,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as modules
 
-from autotune.worker.arrays import arrays_by_place, is_row, lengths_by_place
+from autotune.worker.arrays import arrays_by_place, is_row, parts_by_place
 from autotune.worker.failures import is_out_of_memory
 from autotune.worker.private.torch import dtype_name, is_in_autograd, local_part, on_checkpoint, packs_saved_tensors
 from autotune.worker.wrapping import around, lines_above, users_line
@@ -346,10 +346,10 @@ class TrainingWatch:
     def _report_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         """Report a call and the shapes of its inputs and outputs to the listener."""
         if self.listener is not None and not is_in_autograd():
-            passed = (*given, named)
-            shapes = {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(passed)}
+            passed = dict(parts_by_place((*given, named)))
+            shapes = {place: tuple(map(int, each.shape)) for place, each in passed.items() if not is_row(each)}
             # A detector gets its samples in a list.
-            shapes |= {place: (many,) for place, many in lengths_by_place(passed) if place}
+            shapes |= {place: (len(each),) for place, each in passed.items() if place and is_row(each)}
             # Graphs and other samples of many sizes are put into one tensor; the output has a row for each sample.
             shapes |= {place: tuple(map(int, each.shape)) for place, each in arrays_by_place(result, "out", depth=3)}
             self.listener.call_ends(called, shapes, trains=torch.is_grad_enabled())
@@ -556,14 +556,9 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 def shapes_in(value: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the first tensors in a nested value, with each list's length before its tensors."""
-
-    def shapes(part: Any, depth: int) -> Iterator[tuple[int, ...]]:
-        if isinstance(part, torch.Tensor):
-            yield tuple(map(int, part.shape))
-        elif depth:
-            if isinstance(part, list) and part and isinstance(part[0], torch.Tensor):
-                yield (len(part),)
-            parts = part.values() if isinstance(part, Mapping) else part if is_row(part) else ()
-            yield from itertools.chain.from_iterable(shapes(each, depth - 1) for each in parts)
-
-    return list(itertools.islice(shapes(value, 3), _MOST_TENSORS))
+    shapes = (
+        tuple(map(int, part.shape)) if isinstance(part, torch.Tensor) else (len(part),)
+        for _, part in parts_by_place(value, depth=3)
+        if isinstance(part[0] if isinstance(part, list) and part else part, torch.Tensor)
+    )
+    return list(itertools.islice(shapes, _MOST_TENSORS))
