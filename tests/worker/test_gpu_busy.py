@@ -13,7 +13,7 @@ from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort, Measurement
 from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.measure import micro_steps_to_run
-from autotune.worker.trial.meter import BusyStep, busy_seconds, busy_step, device_intervals, seconds_by_kind
+from autotune.worker.trial.meter import BusyStep, busy_seconds, busy_step, work_on_gpu
 
 ONE = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=1000.0, busy_steps=1)
 
@@ -26,7 +26,6 @@ ONE = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=1000.0, busy_
         ([(0, 10), (5, 12), (6, 7)], 12e-9),
         ([(5, 5)], 0.0),
         ([], None),
-        (None, None),
     ],
 )
 def test_what_overlaps_counts_once(intervals: Any, seconds: float | None) -> None:
@@ -44,18 +43,13 @@ class TestKineto:
         return profile
 
     def test_the_hosts_events_are_left_out(self, profile: Any) -> None:
-        assert device_intervals(profile) == []
-
-    def test_another_torch_gives_no_answer_rather_than_an_error(self) -> None:
-        assert device_intervals(SimpleNamespace()) is None
-        strange = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: [object()]))
-        assert device_intervals(SimpleNamespace(profiler=strange)) is None
-        assert seconds_by_kind(SimpleNamespace(profiler=strange)) == {}
+        assert work_on_gpu(profile) == (None, {})
 
     def test_kernels_are_counted_by_kind(self) -> None:
         def event(name: str, ns: int, device: str = "CUDA") -> Any:
             return SimpleNamespace(
                 name=lambda: name,
+                start_ns=lambda: 100,
                 duration_ns=lambda: ns,
                 device_type=lambda: SimpleNamespace(name=device),
                 is_user_annotation=lambda: False,
@@ -63,7 +57,8 @@ class TestKineto:
 
         events = [event("nvjet_a", 5), event("nvjet_b", 7), event("Memset (Device)", 2), event("aten::mm", 9, "CPU")]
         results = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
-        found = seconds_by_kind(SimpleNamespace(profiler=results))
+        busy, found = work_on_gpu(SimpleNamespace(profiler=results))
+        assert busy == pytest.approx(7e-9)
         assert found == pytest.approx({"matrix_product": 12e-9, "fill": 2e-9})
 
 
@@ -99,6 +94,13 @@ class BrokenProfiler:
         raise AssertionError("never started")
 
 
+class StrangeProfiler(FakeProfiler):
+    """Of another torch, whose events have other names."""
+
+    def stop(self) -> tuple[float | None, dict[str, float]]:
+        return work_on_gpu(SimpleNamespace())
+
+
 class SilentProfiler(FakeProfiler):
     """It sees no kernel."""
 
@@ -131,16 +133,6 @@ def test_share_and_kinds_of_work_are_of_the_candidates_whole_step(clock: FakeClo
     assert sum(kinds.values()) == pytest.approx(measured.gpu_busy_share * measured.step_seconds)
 
 
-def test_a_profiler_that_cannot_name_kernels_still_tells_the_share(clock: FakeClock) -> None:
-    class Nameless(FakeProfiler):
-        def stop(self) -> tuple[float | None, dict[str, float]]:
-            return super().stop()[0], {}
-
-    measured = profiled(clock, 2, Nameless(clock, 0.5))
-    assert measured.gpu_busy_share is not None
-    assert measured.gpu_seconds_by_kind is None
-
-
 def test_a_long_accumulation_is_profiled_in_part(clock: FakeClock) -> None:
     profiler = FakeProfiler(clock, 0.5)
     profiled(clock, 64, profiler, Effort(1, 2, 2, max_seconds=1000.0, max_micro_steps=64, busy_steps=1))
@@ -163,7 +155,7 @@ def test_several_steps_give_their_mean(clock: FakeClock) -> None:
     assert measured.gpu_busy_share == pytest.approx(0.5 * 3 / 4)
 
 
-@pytest.mark.parametrize("profiler", [BrokenProfiler, SilentProfiler])
+@pytest.mark.parametrize("profiler", [BrokenProfiler, StrangeProfiler, SilentProfiler])
 def test_a_profiler_that_fails_costs_the_share_alone(clock: FakeClock, profiler: Any) -> None:
     made = profiler() if profiler is BrokenProfiler else profiler(clock, 0.5)
     measured = profiled(clock, 4, made)

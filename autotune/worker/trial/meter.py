@@ -343,47 +343,30 @@ class Profiler:
         """Wait for the device and stop; return its busy seconds (``None`` if unknown), and seconds by kind of work."""
         profile, self._profile = self._profile, None
         profile.stop()
-        return busy_seconds(device_intervals(profile)), seconds_by_kind(profile)
+        return work_on_gpu(profile)
 
 
-def device_intervals(profile: Any) -> list[tuple[int, int]] | None:
-    """Return start and end, in nanoseconds, of all GPU work during ``profile``; ``None`` if unknown.
+def work_on_gpu(profile: Any) -> tuple[float | None, dict[str, float]]:
+    """Return the GPU's busy seconds during ``profile``, ``None`` without work, and the seconds of work by kind.
+
+    Kernels that run at the same time are counted separately in the seconds by kind.
 
     The raw events are read, since ``profile.events()`` builds a tree of Python objects, which takes many times as long.
     They have no public name; the names used here are the same from torch 2.6 to 2.13. ``record_function`` spans only
     name a part of the program and are no work of the GPU.
     """
-    try:
-        return [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in _on_gpu(profile)]
-    except (AttributeError, TypeError):
-        return None
-
-
-def seconds_by_kind(profile: Any) -> dict[str, float]:
-    """Return the seconds of GPU work during ``profile`` by kind; empty if unknown.
-
-    Kernels that run at the same time are counted separately.
-    """
-    seconds_by_kind: defaultdict[str, float] = defaultdict(float)
-    try:
-        for event in _on_gpu(profile):
-            seconds_by_kind[kind_of_kernel(event.name())] += event.duration_ns() * _NS
-    except Exception as error:
-        # The busy share, which decides what is tried, does not need the kinds.
-        print(f"autotune: kinds of work are not known: {error}", file=sys.stderr)
-        return {}
-    return seconds_by_kind
-
-
-def _on_gpu(profile: Any) -> list[Any]:
     events = profile.profiler.kineto_results.events()
-    return [event for event in events if event.device_type().name == "CUDA" and not event.is_user_annotation()]
+    on_gpu = [event for event in events if event.device_type().name == "CUDA" and not event.is_user_annotation()]
+    seconds_by_kind: defaultdict[str, float] = defaultdict(float)
+    for event in on_gpu:
+        seconds_by_kind[kind_of_kernel(event.name())] += event.duration_ns() * _NS
+    return busy_seconds((event.start_ns(), event.start_ns() + event.duration_ns()) for event in on_gpu), seconds_by_kind
 
 
-def busy_seconds(intervals: Iterable[tuple[int, int]] | None) -> float | None:
+def busy_seconds(intervals: Iterable[tuple[int, int]]) -> float | None:
     """Return the seconds covered by at least one interval of nanoseconds; ``None`` without intervals."""
     total, reached = 0, None
-    for start, end in sorted(intervals or ()):
+    for start, end in sorted(intervals):
         begin = start if reached is None else max(start, reached)
         total += max(0, end - begin)
         reached = end if reached is None else max(reached, end)
