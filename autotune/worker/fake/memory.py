@@ -79,13 +79,10 @@ class CachingAllocator:
         if self.allocated_bytes > self.peak_allocated_bytes:
             self.peak_allocated_bytes = self.allocated_bytes
 
-    def holds(self, number: int) -> bool:
-        """Return whether an allocation is alive. ``replay`` makes none of 0 bytes."""
-        return number in self._alive
-
     def release(self, number: int) -> None:
-        """Free an allocation into the cache, and merge it with free neighbours."""
-        block = self._alive.pop(number)
+        """Free an allocation into the cache, and merge it with free neighbours. ``replay`` makes none of 0 bytes."""
+        if (block := self._alive.pop(number, None)) is None:
+            return
         self.allocated_bytes -= block.size
         block.free = True
         for neighbour in (block.previous, block.next):
@@ -150,11 +147,11 @@ def replay(
     ``stream_of`` returns the CUDA stream of an allocation; ``None`` means the default stream.
     """
     allocator = CachingAllocator(cap_bytes)
-    allocate, release, holds = allocator.allocate, allocator.release, allocator.holds
+    allocate, release = allocator.allocate, allocator.release
     for number, size in events:
         if size > 0:
             allocate(number, size, 0 if stream_of is None else stream_of(number))
-        elif size == DEATH and holds(number):
+        elif size == DEATH:
             release(number)
     return allocator
 

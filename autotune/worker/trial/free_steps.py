@@ -50,15 +50,13 @@ class FreeSteps:
         self._left = min(self._most, _PATIENCE * self._wanted)
 
     def ends(self, mark: Any, tokens: float, *, is_known: bool) -> None:
-        """Record the end of a step with so many tokens. It is timed if ``is_known``: without new shapes or a save."""
+        """Record the end of a step with so many tokens. It is timed if ``is_known``: without new shapes or a save.
+
+        After a step without a ``mark``, which does not count, the next one cannot be timed either.
+        """
         if is_known and self._previous is not None:
             self._known.append((self._previous, mark, tokens))
         self._previous = mark
-        self._left -= 1
-
-    def drops(self) -> None:
-        """Record a step that does not count: the next one cannot be timed either."""
-        self._previous = None
         self._left -= 1
 
     def measured(

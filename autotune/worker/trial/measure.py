@@ -401,7 +401,7 @@ class StepTimer(StepListener):
         self.checks.step_is_dropped()
         self.start_clock()
         if self._free.is_under_way:
-            self._free.drops()
+            self._free.ends(None, 0.0, is_known=False)
             self._finish_free()
 
     def _timed_step(self, end: float, wait_seconds: float | None) -> Timed:
