@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Failed, OutOfMemory
 from autotune.estimate.history import History
 from autotune.estimate.memory import LEAST_EXPANDABLE_EXCESS
 from autotune.estimate.pooling import Tried, replays_graphs
@@ -26,15 +26,6 @@ from autotune.space.space import Space
 _DOUBTFUL_FROM = 3
 # How many more batches of a doubtful arm are tried once nothing else is left.
 _LAST_TRIES = 2
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """Why a candidate is not run."""
-
-    why: str
-    known: Outcome | None = None
-    """The outcome that an earlier trial implies for it; ``None`` where none does."""
 
 
 def failed_without_verdict(tried: Tried) -> bool:
@@ -50,25 +41,16 @@ class Judge:
         self._space, self._history = space, history
 
     def is_open(self, candidate: Candidate) -> bool:
-        """Return whether a candidate was not tried, is not under way, and is ruled out by no trial or prediction.
+        """Return whether a candidate is new, and ruled out by no trial or prediction."""
+        return self.is_new(candidate) and not self._history.is_ruled_out(candidate)
 
-        It must also not offload the optimizer state, or reduce gradients in each micro-step, without need.
+    def is_new(self, candidate: Candidate) -> bool:
+        """Return whether a candidate was not tried, is not under way, and does nothing that memory does not require.
+
+        Without need it must neither reduce gradients in each micro-step nor offload the optimizer state.
         """
-        return self._why_closed(candidate) is None
-
-    def _why_closed(self, candidate: Candidate) -> Refusal | None:
-        """Return the reason against a trial of a candidate; ``None`` where there is no reason."""
-        if self._history.outcomes_of(candidate):
-            return Refusal("tried before")
-        if candidate in self._history.pending:
-            return Refusal("under way")
-        if self._syncs_needlessly(candidate):
-            return Refusal("gradients need not be reduced in each micro-step")
-        if self.offloads_needlessly(candidate):
-            return Refusal("the optimizer state stays on the GPU where that may fit")
-        if (over := self._history.ruled_out_by(candidate)) is not None:
-            return Refusal("known not to fit", over.outcome)
-        return Refusal("predicted not to fit") if self._history.is_ruled_out(candidate) else None
+        is_known = bool(self._history.outcomes_of(candidate)) or candidate in self._history.pending
+        return not (is_known or self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate))
 
     def offloads_needlessly(self, candidate: Candidate) -> bool:
         """Return whether a candidate keeps its optimizer state on the host although an arm without this may fit.
@@ -179,17 +161,11 @@ class Judge:
         tried = (t for t in self._history.tried if t.candidate.arm == arm and failed_without_verdict(t))
         return len({t.candidate.per_device_train_batch_size for t in tried})
 
-    def refusal(self, candidate: Candidate | None) -> Refusal | None:
-        """Return the reason against running a candidate proposed by an Optuna sampler; ``None`` where it may run.
+    def is_in_turn(self, candidate: Candidate) -> bool:
+        """Return whether a candidate proposed by an Optuna sampler, which knows no rule of this module, may run now.
 
-        Optuna's samplers know none of the rules of this module.
+        A smaller multiple is for where no batch of a larger one may fit.
         """
-        if candidate is None:
-            return Refusal("not in the space")
-        if (closed := self._why_closed(candidate)) is not None:
-            return closed
         level = self._space.batches.level(candidate.per_device_train_batch_size)
-        for multiple in self._space.batches.levels():
-            if multiple > level and (self.fits_at(multiple) or self._may_fit_at(multiple)):
-                return Refusal("a batch of a larger multiple may fit")
-        return None
+        larger = [multiple for multiple in self._space.batches.levels() if multiple > level]
+        return self.is_open(candidate) and not any(self.fits_at(each) or self._may_fit_at(each) for each in larger)

@@ -99,13 +99,15 @@ class OptunaStudy:
             if step != DRAW:
                 return step, trial
             candidate = candidate_of(trial.params, self._space)
-            refusal = Judge(self._space, self._plan.history).refusal(candidate)
-            self._plan.drawn(is_refused=refusal is not None)
-            if candidate is not None and refusal is None:
-                return Step("search", candidate), trial
-            known = refusal.known if refusal is not None else None
-            excess = over_line_gib(known, self._ceiling) if known is not None else None
-            self._report(trial, TrialState.PRUNED, None, excess)
+            history = self._plan.history
+            judge, over = Judge(self._space, history), None
+            may_run = candidate is not None and judge.is_in_turn(candidate)
+            self._plan.drawn(is_refused=not may_run)
+            if candidate is not None:
+                if may_run:
+                    return Step("search", candidate), trial
+                over = history.ruled_out_by(candidate) if judge.is_new(candidate) else None
+            self._report(trial, TrialState.PRUNED, None, over_line_gib(over.outcome, self._ceiling) if over else None)
         return None
 
     def tell(self, trial: optuna.Trial, candidate: Candidate, outcome: Outcome) -> None:

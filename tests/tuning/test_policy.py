@@ -287,13 +287,13 @@ class TestLevels:
         four, eight = (space.candidate(Arm("bf16"), batch) for batch in (4, 8))
         runner = slow_and_large(5000 * MIB)
         judge = Judge(space, history)
-        assert judge.refusal(four) is not None
-        assert judge.refusal(eight) is None
+        assert not judge.is_in_turn(four)
+        assert judge.is_in_turn(eight)
         run_candidate(space.candidate(Arm("bf16"), 16), runner, history)
-        assert judge.refusal(four) is not None
+        assert not judge.is_in_turn(four)
         runner.faults[eight] = [fault()]
         run_candidate(eight, runner, history)
-        assert judge.refusal(four) is None
+        assert judge.is_in_turn(four)
 
 
 class TestExhaustive:
