@@ -8,7 +8,6 @@ other problem is kept as a sentence (``nvml_problem``), so that one failing GPU 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import re
@@ -57,26 +56,6 @@ class Condition:
     def is_power_capped(self) -> bool:
         """Whether the clocks are lowered to stay within the power limit."""
         return bool((self.clock_events or 0) & POWER_CAP)
-
-
-@dataclass(frozen=True, slots=True)
-class GpuPolicy:
-    """Settings of a GPU that its owner chose and that affect its speed. ``None`` is what NVML does not tell.
-
-    NVML cannot read clocks that were locked with ``nvidia-smi --lock-gpu-clocks``.
-    """
-
-    power_limit_watts: float | None = None
-    sm_application_clock_mhz: int | None = None
-    memory_application_clock_mhz: int | None = None
-    sm_clock_offset_mhz: int | None = None
-    memory_clock_offset_mhz: int | None = None
-    has_ecc: bool | None = None
-    """Whether ECC is on, which costs bandwidth on some GPUs."""
-
-    def document(self) -> dict[str, Any]:
-        """Return the settings as JSON-ready data."""
-        return dataclasses.asdict(self)
 
 
 # nvml.h: nvmlClockType_t, nvmlTemperatureSensors_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlReturn_t.
@@ -196,22 +175,22 @@ class NvmlSession:
 
         The difference of two readings is the energy used between them, by all processes.
         """
-        handle = self._known_handle(uuid)
-        if handle is None:
-            return None
-        millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", handle)
+        millijoules = self._optional("nvmlDeviceGetTotalEnergyConsumption", self._known_handle(uuid))
         return None if millijoules is None else float(millijoules) / 1000
 
     def location(self, uuid: str) -> tuple[int | None, str | None]:
-        """Return a GPU's number in nvidia-smi and its PCI bus id; ``None`` for values that NVML does not provide."""
-        handle = self._known_handle(uuid)
-        if handle is None:
-            return None, None
-        # A MIG instance is located where its GPU is.
-        handle = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
+        """Return a GPU's number in nvidia-smi and its PCI bus id; ``None`` for values that NVML does not provide.
+
+        A MIG instance is located where its GPU is.
+        """
+        handle = self._whole(self._known_handle(uuid))
         index, pci = self._optional("nvmlDeviceGetIndex", handle), self._optional("nvmlDeviceGetPciInfo", handle)
         bus_id = getattr(pci, "busId", None)
         return None if index is None else int(index), None if bus_id is None else _as_text(bus_id)
+
+    def _whole(self, handle: Any) -> Any:
+        """Return the handle of the GPU that a MIG instance is part of; of a whole GPU its own."""
+        return self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
 
     def condition(self, uuid: str) -> Condition | None:
         """Return the state of a GPU now; ``None`` for the CPU, and without NVML or such a GPU."""
@@ -240,25 +219,26 @@ class NvmlSession:
             uncorrected_errors=self._optional("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE),
         )
 
-    def policy(self, uuid: str) -> GpuPolicy | None:
-        """Return the owner's settings of a GPU, such as power limits; ``None`` without NVML or such a GPU."""
-        handle = self._known_handle(uuid)
+    def policy(self, uuid: str) -> dict[str, float | None] | None:
+        """Return the settings of a GPU that its owner chose and that affect its speed; ``None`` without such a GPU.
+
+        ``None`` is what NVML does not tell. It cannot read clocks that were locked with ``nvidia-smi
+        --lock-gpu-clocks``. ECC costs bandwidth on some GPUs.
+        """
+        handle = self._whole(self._known_handle(uuid))
         if handle is None:
             return None
-        # A MIG instance has no settings of its own.
-        whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-        handle = handle if whole is None else whole
         milliwatts = self._optional("nvmlDeviceGetPowerManagementLimit", handle)
         ecc = self._optional("nvmlDeviceGetEccMode", handle)
-        return GpuPolicy(
-            power_limit_watts=None if milliwatts is None else milliwatts / 1000,
-            sm_application_clock_mhz=self._optional("nvmlDeviceGetApplicationsClock", handle, _GRAPHICS_CLOCK),
-            memory_application_clock_mhz=self._optional("nvmlDeviceGetApplicationsClock", handle, _MEMORY_CLOCK),
-            sm_clock_offset_mhz=self._optional("nvmlDeviceGetGpcClkVfOffset", handle),
-            memory_clock_offset_mhz=self._optional("nvmlDeviceGetMemClkVfOffset", handle),
+        return {
+            "power_limit_watts": None if milliwatts is None else milliwatts / 1000,
+            "sm_application_clock_mhz": self._optional("nvmlDeviceGetApplicationsClock", handle, _GRAPHICS_CLOCK),
+            "memory_application_clock_mhz": self._optional("nvmlDeviceGetApplicationsClock", handle, _MEMORY_CLOCK),
+            "sm_clock_offset_mhz": self._optional("nvmlDeviceGetGpcClkVfOffset", handle),
+            "memory_clock_offset_mhz": self._optional("nvmlDeviceGetMemClkVfOffset", handle),
             # The current mode; the second value is the mode after the next restart.
-            has_ecc=None if ecc is None else bool(ecc[0]),
-        )
+            "has_ecc": None if ecc is None else bool(ecc[0]),
+        }
 
     def busy_pids(self, uuid: str, since_seconds: float) -> dict[int, int]:
         """Return the processes that computed on a GPU since a ``time.time``, with their peak utilization in %."""
@@ -349,10 +329,8 @@ class NvmlSession:
 
     def _capability(self, handle: Any) -> tuple[int, int] | None:
         """Return the CUDA compute capability; for a MIG instance, of its GPU."""
-        if (numbers := self._two_numbers("nvmlDeviceGetCudaComputeCapability", handle)) is not None:
-            return numbers
-        whole = self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
-        return None if whole is None else self._capability(whole)
+        name, whole = "nvmlDeviceGetCudaComputeCapability", self._whole(handle)
+        return self._two_numbers(name, handle) or (None if whole is handle else self._two_numbers(name, whole))
 
     def own_bytes(self, uuid: str) -> int | None:
         """Return the bytes that this process uses on a GPU, including its CUDA context.
@@ -395,9 +373,12 @@ class NvmlSession:
         return first.value, second.value
 
     def _optional(self, name: str, *arguments: Any) -> Any:
-        """Call a function of pynvml; return ``None`` where pynvml, driver or device do not support it."""
+        """Call a function of pynvml; return ``None`` where pynvml, driver or device do not support it.
+
+        Or where there is nothing to call it with, as without a handle.
+        """
         function = getattr(self._binding, name, None)
-        if function is None:
+        if function is None or None in arguments:
             return None
         try:
             return function(*arguments)
@@ -431,11 +412,6 @@ def device_used_bytes(uuid: str) -> int | None:
 def gpu_number(uuid: str) -> int | None:
     """Return a GPU's number in nvidia-smi; ``None`` for a MIG instance and without NVML."""
     return None if uuid.startswith("MIG-") else current_session().location(uuid)[0]
-
-
-def gpu_policy(uuid: str) -> GpuPolicy | None:
-    """Return the settings of a GPU that affect its speed; ``None`` for the CPU and where NVML does not provide them."""
-    return current_session().policy(uuid)
 
 
 def nvml_problem() -> str | None:

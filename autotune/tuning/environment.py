@@ -21,7 +21,7 @@ from autotune.core.placement import Placement
 from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.devices.host import machine_id, processor_name
-from autotune.devices.nvml import current_session, gpu_policy
+from autotune.devices.nvml import current_session
 from autotune.space.arms import packages_of
 from autotune.space.features import library_versions, packages_of_workload, version_of
 from autotune.space.space import usable_cores
@@ -76,7 +76,6 @@ def describe_environment(
     # Of the optional packages only those that this search measures with: others may come and go.
     needed = {*packages_of_workload(workload), *(package for arm in arms for package in packages_of(arm))}
     optional = {package: version_of(package) for package in sorted(needed)}
-    policy = gpu_policy(device.uuid) if device.kind == "cuda" else None
     return {
         "device_label": device.label,
         "device_kind": device.kind,
@@ -87,7 +86,7 @@ def describe_environment(
         "device_memory_bytes": device.memory_total_bytes,
         "device_capability": list(device.capability) if device.capability else None,
         "driver": device.driver,
-        "gpu_policy": None if policy is None else policy.document(),
+        "gpu_policy": current_session().policy(device.uuid) if device.kind == "cuda" else None,
         # The host launches a GPU's kernels, so its speed counts for trials on a GPU, too.
         "host": {"processor": processor_name(), "usable_cores": usable_cores()},
         "libraries": library_versions(),

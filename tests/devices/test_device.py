@@ -115,7 +115,7 @@ answer = [n.pid for n in list_devices()[0].neighbours]"""
 class TestPolicy:
     """Settings of the owner's that decide how fast a GPU is."""
 
-    CODE = f"answer = (lambda found: found and found.document())(gpu_policy({uuid_of(0)!r}))"
+    CODE = f"answer = current_session().policy({uuid_of(0)!r})"
 
     def test_what_nvml_tells(self, machine: Machine) -> None:
         assert machine.ask(self.CODE, STAND_IN_WATTS="450") == {
@@ -132,10 +132,10 @@ class TestPolicy:
         assert set(old_machine.ask(self.CODE).values()) == {None}
 
     def test_a_mig_instance_has_those_of_its_gpu(self, machine: Machine) -> None:
-        assert machine.ask("answer = gpu_policy('MIG-1').power_limit_watts") == 700.0
+        assert machine.ask("answer = current_session().policy('MIG-1')['power_limit_watts']") == 700.0
 
     def test_no_such_gpu_has_none(self, either_machine: Machine) -> None:
-        assert either_machine.ask("answer = gpu_policy('GPU-9')") is None
+        assert either_machine.ask("answer = current_session().policy('GPU-9')") is None
 
 
 class TestTrouble:

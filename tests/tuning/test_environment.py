@@ -14,7 +14,7 @@ from autotune.core.device import Device
 from autotune.core.placement import Placement
 from autotune.devices import host
 from autotune.devices.host import machine_id
-from autotune.devices.nvml import GpuPolicy
+from autotune.devices.nvml import NvmlSession
 from autotune.space.features import library_versions
 from autotune.tuning import environment as module
 from autotune.tuning.environment import (
@@ -62,11 +62,11 @@ class TestKey:
     def test_power_limit_and_clocks_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
 
-        def policy(uuid: str) -> GpuPolicy:
+        def policy(_: NvmlSession, uuid: str) -> dict[str, float | None]:
             asked.append(uuid)
-            return GpuPolicy(power_limit_watts=700.0 if len(asked) < 2 else 450.0)
+            return {"power_limit_watts": 700.0 if len(asked) < 2 else 450.0}
 
-        monkeypatch.setattr(module, "gpu_policy", policy)
+        monkeypatch.setattr(NvmlSession, "policy", policy)
         assert key_of_reuse() != key_of_reuse()
         assert asked == [H200.uuid] * 2
 
