@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -329,26 +329,6 @@ Outcome = Completed | OutOfMemory | Failed
 def source_of(outcome: Outcome | None) -> Source | None:
     """Return the earlier trial that the outcome was taken from; ``None`` where the trial was run."""
     return outcome.source if isinstance(outcome, Completed | OutOfMemory) else None
-
-
-def process_of(trial_id: str, outcome: Outcome) -> str:
-    """Return the id of the trial whose process measured an outcome; it may belong to an earlier study."""
-    source = source_of(outcome)
-    return trial_id if source is None else source.trial_id
-
-
-def distinct_processes(measured: Iterable[tuple[str, Outcome]]) -> int:
-    """Count the trial processes that measured some outcomes, given as pairs of trial id and outcome.
-
-    An outcome taken from an earlier trial counts as that trial, however often it was reused. Derived outcomes do not
-    count, since no process ran that candidate.
-    """
-    processes = set()
-    for trial_id, outcome in measured:
-        source = source_of(outcome)
-        if source is None or not source.derived:
-            processes.add(process_of(trial_id, outcome))
-    return len(processes)
 
 
 _KINDS: dict[object, type[Completed] | type[OutOfMemory] | type[Failed]] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
+from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed
@@ -193,7 +194,7 @@ class History:
         return max(self.believed(among), key=speed_of, default=None)
 
     def winner(self, among: Iterable[Candidate] | None = None) -> Tried | None:
-        """Return the candidate to recommend.
+        """Return the candidate to recommend for speed.
 
         The user's own settings win where the fastest candidate is not distinguishably faster, and by no more than 10 %.
         Else the least intrusive candidate wins among those within the tolerance of the fastest. Among equally
@@ -218,6 +219,10 @@ class History:
             key=lambda t: t.measurement.judged_bytes(t.candidate.arm) if t.measurement else 0,
             default=fastest,
         )
+
+    def answer(self, objective: Objective, among: Iterable[Candidate] | None = None) -> Tried | None:
+        """Return the candidate to recommend for an objective."""
+        return self.largest(among) if objective == "max-batch" else self.winner(among)
 
     def largest(self, among: Iterable[Candidate] | None = None) -> Tried | None:
         """Return the feasible trial with the largest per-device batch; the fastest of several."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.measured_steps import mean_step
-from autotune.core.outcome import Completed, Measurement, Outcome, distinct_processes, process_of
+from autotune.core.outcome import Completed, Measurement, Outcome, source_of
 from autotune.core.statistics import (
     Estimate,
     Variance,
@@ -71,6 +71,12 @@ class Tried:
     def measurement(self) -> Measurement | None:
         """The measurement; ``None`` where the trial did not complete."""
         return self.outcome.measurement if isinstance(self.outcome, Completed) else None
+
+    @property
+    def process(self) -> str:
+        """The id of the trial whose process measured it, however often that was reused; maybe of an earlier study."""
+        source = source_of(self.outcome)
+        return self.trial_id if source is None else source.trial_id
 
 
 def usual_variance(arm: Arm, busy_share: float | None) -> Variance:
@@ -138,7 +144,7 @@ def deviations(repeated: Iterable[Sequence[Tried]]) -> dict[Kind, Deviations]:
     """Return the deviations between processes by kind. Each sequence has the completed trials of one candidate."""
     by_kind: dict[Kind, list[tuple[float, float, int]]] = {}
     for trials in repeated:
-        processes = list({process_of(t.trial_id, t.outcome): t for t in trials}.values())
+        processes = list({tried.process: tried for tried in trials}.values())
         degrees = len(processes) - 1
         if degrees > 0:
             squares = squares_about_mean([_log_sample_seconds(tried) for tried in processes])[1]
@@ -173,7 +179,7 @@ class Pool:
 
     def processes(self, candidate: Candidate) -> int:
         """Return how many distinct processes were measured; a reused trial counts once."""
-        return distinct_processes((tried.trial_id, tried.outcome) for tried in self._trials.get(candidate, ()))
+        return _count_processes(self._trials.get(candidate, ()))
 
     def busy_share(self, candidate: Candidate) -> float | None:
         """Return the last measured share of a step in which the GPU computes; ``None`` without a measurement."""
@@ -197,7 +203,7 @@ class Pool:
         """Return the trials that count for a candidate's speed: one for each process, in full if any ran in full."""
         trials = self._trials.get(candidate, [])
         whole = [tried for tried in trials if tried.in_full] or trials
-        return list({process_of(tried.trial_id, tried.outcome): tried for tried in whole}.values())
+        return list({tried.process: tried for tried in whole}.values())
 
     def deviation_seen(self, candidate: Candidate) -> float:
         """Return the deviation between processes of candidates of this kind, in these trials; 0 without repetitions."""
@@ -251,8 +257,7 @@ class Pool:
         following = next_value(logs, variance, own_error)
         error = math.hypot(variance.deviation / math.sqrt(count), own_error)
         mean = Estimate(following.mean, error, variance.degrees)
-        processes = distinct_processes((tried.trial_id, tried.outcome) for tried in counting)
-        return Speed(1 / math.exp(mean.mean), processes, mean, following)
+        return Speed(1 / math.exp(mean.mean), _count_processes(counting), mean, following)
 
     def _variance(self, candidate: Candidate) -> Variance:
         """Return the variance between processes: the prior, updated with repeated candidates of the same kind.
@@ -278,6 +283,12 @@ def _kind(candidate: Candidate, busy_share: float | None) -> Kind:
     """Return the kind of a candidate, by what makes its processes deviate from each other."""
     host_bound = None if busy_share is None else busy_share < HOST_BOUND
     return Kind(candidate.arm.cpu_affinity, host_bound, host_bound is True and replays_graphs(candidate.arm))
+
+
+def _count_processes(trials: Iterable[Tried]) -> int:
+    """Return how many processes measured some trials. None ran a candidate whose outcome was derived from another."""
+    measured = [tried for tried in trials if (source := source_of(tried.outcome)) is None or not source.derived]
+    return len({tried.process for tried in measured})
 
 
 def _last_busy_share(trials: Iterable[Tried]) -> float | None:

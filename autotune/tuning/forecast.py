@@ -16,6 +16,7 @@ from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.ceiling import Ceiling
 from autotune.core.device import Chip
 from autotune.core.messages import Answer
+from autotune.core.options import OPTUNA_SAMPLERS
 from autotune.core.prediction import ArmsToTrace, PredictionAnswer, PredictionWork
 from autotune.core.schema import decode
 from autotune.core.units import GIB
@@ -366,26 +367,10 @@ def forecast_of(
 class LookAhead:
     """Asks for predictions as the plan needs them. Without a ``forecast`` nothing is predicted."""
 
-    def __init__(
-        self,
-        forecast: Forecast | None,
-        plan: Plan,
-        *,
-        beside_baseline: bool,
-        everything: bool,
-        doubtful_baseline: Arm | None = None,
-    ) -> None:
-        """Prepare to predict for a plan; the attributes below explain the arguments."""
-        self._forecast = forecast
-        self._plan = plan
-        self._beside_baseline = beside_baseline
-        """Whether predictions may run beside the baseline, whose speed is only a yardstick. Not where images are fed,
-        or processes of the user's own code load data: preparing them takes the cores."""
-        self._doubtful_baseline = doubtful_baseline
-        """The baseline's arm where the model is so large that the baseline may not fit, which is then predicted first;
-        ``None`` where it is not."""
-        self._everything = everything
-        """Whether a proposal needs all predictions, as one of Optuna's samplers does: it may be any candidate."""
+    def __init__(self, forecast: Forecast | None, plan: Plan, prepared: Prepared) -> None:
+        self._forecast, self._plan, self._prepared = forecast, plan, prepared
+        # One of Optuna's samplers may propose any candidate.
+        self._needs_all = prepared.request.sampler in OPTUNA_SAMPLERS
 
     def is_ready(self) -> bool:
         """Return whether the predictions for the next trial are complete, so that the trial may start.
@@ -397,13 +382,17 @@ class LookAhead:
         if forecast is None or forecast.is_complete:
             return True
         if self._plan.owes_baseline:
-            if self._doubtful_baseline is not None and not self._plan.pending:
+            workload = self._prepared.request.workload
+            if self._prepared.is_large and not self._plan.pending:
+                # The baseline may not fit.
                 forecast.settle(self._upcoming_arm)
-                forecast.settle(lambda: self._doubtful_baseline)
-            elif self._beside_baseline:
-                forecast.begin(None if self._everything else self._upcoming_arm())
+                forecast.settle(lambda: self._prepared.baseline.arm)
+            elif workload.is_text or (workload.source is not None and not self._prepared.model.dataloader_num_workers):
+                # Its speed is only a yardstick. To prepare images, and for processes of the user's own code that load
+                # data, it takes the cores.
+                forecast.begin(None if self._needs_all else self._upcoming_arm())
             return True
-        if self._everything:
+        if self._needs_all:
             if not self._plan.pending:
                 forecast.complete()
             return not self._plan.pending

@@ -17,7 +17,7 @@ from autotune.core.ceiling import Ceiling
 from autotune.core.errors import AutotuneError, NoResultError, NothingFitsError, StorageError
 from autotune.core.look import Look
 from autotune.core.messages import Progress
-from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, process_of, source_of
+from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, source_of
 from autotune.core.placement import Placement
 from autotune.core.rehearsal import Rehearsal
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
@@ -204,16 +204,7 @@ class Search:
             past = self._store.past_trials(opened.study)
             self._library = Library(past, self._prepared.ceiling, self._history.memory)
             self._learn_from_elsewhere(opened.study)
-        feeds_little = request.workload.is_text or (
-            request.workload.source is not None and not self._prepared.model.dataloader_num_workers
-        )
-        self._look_ahead = LookAhead(
-            self._forecast,
-            self._plan,
-            beside_baseline=feeds_little,
-            everything=policy is None,
-            doubtful_baseline=self._prepared.baseline.arm if self._prepared.is_large else None,
-        )
+        self._look_ahead = LookAhead(self._forecast, self._plan, self._prepared)
 
     def _learn_from_elsewhere(self, study: StudyRecord) -> None:
         """Learn from trials on other machines of this kind, to check predictions and to order the first trials."""
@@ -599,7 +590,7 @@ class Search:
         """Return a candidate's outcome from earlier studies, of a process not used yet; ``None`` without one."""
         if self._library is None:
             return None
-        known = {process_of(t.trial_id, t.outcome) for t in self._history.outcomes_of(candidate)}
+        known = {tried.process for tried in self._history.outcomes_of(candidate)}
         return self._library.answer(candidate, effort, in_full=stage == "final", not_from=known)
 
 

@@ -69,24 +69,15 @@ class Narrator:
         assert self._prepared is not None, "begins comes first"
         # For a reused trial, ``trial_begins`` was not called.
         self._begin_table()
-        best = self._winner(history, self._prepared)
+        # As the search would recommend now: only candidates of the space count.
+        in_space = {tried.candidate for tried in history.tried if self._prepared.space.contains(tried.candidate)}
+        best = history.answer(self._prepared.request.objective, in_space)
         self._say(self._row(trial, history, self._prepared, best), None)
         self._running.pop(trial.number, None)
         self._idle = "choosing the next trial"
         if best is not None and (speed := history.speed(best.candidate)) is not None:
             rate = format_rate(speed.samples_per_second)
             self._best = f"best so far {rate} {_rate_unit(self._prepared)} ({best.candidate.describe()})"
-
-    def _winner(self, history: History, prepared: Prepared) -> Tried | None:
-        """Return the trial that the search would recommend now.
-
-        The rule is that of the final result: only candidates of the space count, and of two equally fast ones the
-        simpler wins.
-        """
-        in_space = {tried.candidate for tried in history.tried if prepared.space.contains(tried.candidate)}
-        if prepared.request.objective == "max-batch":
-            return history.largest(in_space)
-        return history.winner(in_space)
 
     def _row(self, trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
         """Format a trial's line: candidate, speed ± spread, peak memory, verdict."""

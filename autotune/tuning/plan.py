@@ -171,9 +171,7 @@ class Plan:
 
     def best(self) -> Tried | None:
         """Return the trial to recommend so far; only candidates of the space count."""
-        if self._request.objective == "max-batch":
-            return self.history.largest(self.in_space)
-        return self.history.winner(self.in_space)
+        return self.history.answer(self._request.objective, self.in_space)
 
     def baseline(self) -> Tried | None:
         """Return the latest completed trial of the baseline: the defaults or own settings; ``None`` without one.

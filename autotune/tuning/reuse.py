@@ -77,7 +77,7 @@ class Library:
         """Return the outcome of a candidate at this effort from earlier trials; ``None`` where it must be run.
 
         ``in_full`` requires every micro-step to be measured. ``not_from`` names trials that may not answer: for a
-        second measurement, those of the candidate's outcomes so far (see ``autotune.core.outcome.process_of``). A
+        second measurement, those of the candidate's outcomes so far (see ``Tried.process``). A
         second measurement is never derived from a trial of another candidate.
         """
         is_second = bool(not_from)

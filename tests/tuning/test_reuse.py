@@ -21,10 +21,8 @@ from autotune.core.outcome import (
     Measurement,
     Outcome,
     OutOfMemory,
-    distinct_processes,
     outcome_document,
     outcome_from_document,
-    process_of,
     source_of,
 )
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
@@ -32,6 +30,7 @@ from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
 from autotune.estimate.memory import MemoryModel, Question
+from autotune.estimate.pooling import Pool, Tried
 from autotune.results.json_document import report_document
 from autotune.results.optuna_trials import frozen_trials
 from autotune.results.report import load_report
@@ -170,11 +169,11 @@ class TestSecondMeasurements:
         known = library(older, newer)
         first = known.answer(candidate, Effort(), in_full=True)
         assert first is not None
-        asked = {process_of("own", first)}
+        asked = {Tried("own", candidate, first).process}
         assert asked == {newer.trial.id}
         second = known.answer(candidate, Effort(), in_full=True, not_from=asked)
         assert second is not None
-        assert process_of("own", second) == older.trial.id
+        assert Tried("own", candidate, second).process == older.trial.id
         assert known.answer(candidate, Effort(), in_full=True, not_from={older.trial.id, newer.trial.id}) is None
 
     def test_nothing_is_derived(self) -> None:
@@ -182,7 +181,7 @@ class TestSecondMeasurements:
         wanted = Candidate(BF16, 16, 8)
         derived = known.answer(wanted, Effort())
         assert derived is not None
-        assert distinct_processes([("a", derived)]) == 0
+        assert Pool([Tried("a", wanted, derived)]).processes(wanted) == 0
         assert known.answer(wanted, Effort(), not_from={"own"}) is None
 
     def test_running_out_answers_once(self) -> None:
@@ -208,8 +207,9 @@ class TestProcesses:
         reused = library(earlier).answer(candidate, Effort())
         own = completed(candidate)
         assert reused is not None
-        assert distinct_processes([("a", reused), ("b", reused)]) == 1
-        assert distinct_processes([("a", reused), ("b", own), ("c", own)]) == 3
+        twice = [Tried("a", candidate, reused), Tried("b", candidate, reused)]
+        assert Pool(twice).processes(candidate) == 1
+        assert Pool([*twice, Tried("c", candidate, own), Tried("d", candidate, own)]).processes(candidate) == 3
 
 
 class TestDerived:

@@ -156,8 +156,7 @@ def _with_best_so_far(report: Report) -> Report:
         return report
     searched = {trial.candidate for trial in report.trials if trial.stage != "baseline"}
     history = report.history
-    tried = history.largest(searched) if report.study.request["objective"] == "max-batch" else history.winner(searched)
-    tried = tried or history.winner()
+    tried = history.answer(report.study.request["objective"], searched) or history.winner()
     if tried is None:
         return report
     return dataclasses.replace(report, study=dataclasses.replace(report.study, best_trial_id=tried.trial_id))
