@@ -8,6 +8,8 @@ msgspec checks and converts standard dataclasses, needs no other package and is 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -41,6 +43,12 @@ def decode(document: Any, kind: type[T]) -> T:
         return msgspec.convert(document, kind)
     except ValueError as error:
         raise ValueError(f"malformed {name}: {error}") from error
+
+
+def digest(document: Any, digits: int = 16) -> str:
+    """Return a hash of JSON-ready data, in so many hexadecimal digits."""
+    text = json.dumps(document, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]
 
 
 def with_version(document: dict[str, Any]) -> dict[str, Any]:

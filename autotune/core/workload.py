@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from autotune.core.code_interface import CodeInterface
 from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.lengths import Order, SampleLengths
-from autotune.core.schema import decode
+from autotune.core.schema import decode, digest
 from autotune.core.training_source import TrainingSource, with_known_names
 
 Task = Literal[
@@ -107,9 +107,8 @@ class Workload:
         vocabulary = self.config.get("vocab_size") or (self.config.get("text_config") or {}).get("vocab_size")
         # 2 is the version of the folder's layout.
         parts = [2, self.data.identity(), self.seq_len, self.task, vocabulary]
-        key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
         # No study has a name with a dot first.
-        return logs / ".data" / key
+        return logs / ".data" / digest(parts)
 
     def describe_weights(self) -> str:
         """Return ``float32 weights`` or ``bfloat16 weights in 4 bits, LoRA of rank 16``."""

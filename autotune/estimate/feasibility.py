@@ -127,11 +127,11 @@ class Judge:
         pending = self._history.pending
         return any(
             candidate in pending or self.is_open(candidate)
-            for candidate in self._candidates_at(multiple, arms)
+            for candidate in self.candidates_at(multiple, arms)
             if not self.is_doubtful(candidate.arm)
         )
 
-    def _candidates_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
+    def candidates_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
         """Yield the candidates of arms with all batches at this multiple."""
         for arm in self._space.arms if arms is None else arms:
             for batch in self._space.batches.at_level(multiple):
@@ -148,7 +148,7 @@ class Judge:
         left = [
             candidate
             for multiple in self._space.batches.levels()
-            for candidate in self._candidates_at(multiple)
+            for candidate in self.candidates_at(multiple)
             if not (self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate))
             and not self._history.outcomes_of(candidate)
             and self._history.ruled_out_by(candidate) is None

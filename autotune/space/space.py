@@ -216,6 +216,11 @@ class Batches:
             b for b in self._shares if (not self.multiple or b % self.multiple == 0) and self.level(b) == multiple
         )
 
+    @cached_property
+    def every(self) -> list[int]:
+        """The batches of all levels, ascending; of a free batch the first ones to try."""
+        return sorted(batch for level in self.levels() for batch in self.at_level(level))
+
     def accumulation(self, batch: int) -> int:
         """Return the accumulation steps that go with a per-device batch."""
         return self.own_accumulation if self.effective_batch is None else self._per_device // batch

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import json
 import os
 import platform
 from dataclasses import dataclass, replace
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import autotune
-from autotune.core.candidate import Document
 from autotune.core.device import Device
 from autotune.core.errors import StorageError
 from autotune.core.inspection import Inspection
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.prediction import PredictionAnswer, PredictionWork
-from autotune.core.schema import encode
+from autotune.core.schema import digest, encode
 from autotune.core.workload import Workload
 from autotune.space.features import library_versions, version_of
 from autotune.store.answers import AnswerFile, Answers, T, open_answers
@@ -80,26 +78,20 @@ def prediction_key(identity: PredictionWork, workload: Workload) -> str:
 
 def _key(kind: str, **asked: Any) -> str:
     """Return the hash of a question and of the installed software."""
-    return _digest({"kind": kind, "installed": _installed(), **asked})
+    return digest({"kind": kind, "installed": _installed(), **asked}, 32)
 
 
 @functools.cache
 def _installed() -> str:
     """Return a hash of the software that answers: this package, Python, and the libraries of a training."""
-    return _digest(
-        {
-            "code": code_digest(),
-            "python": platform.python_version(),
-            "packages": {name: version_of(name) for name in PACKAGES},
-            # Builds of one version for different CUDA versions; torch writes its CUDA version here.
-            "torch": _torch_build(),
-        }
-    )
-
-
-def _digest(known: Document) -> str:
-    text = json.dumps(known, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:32]
+    installed = {
+        "code": code_digest(),
+        "python": platform.python_version(),
+        "packages": {name: version_of(name) for name in PACKAGES},
+        # Builds of one version for different CUDA versions; torch writes its CUDA version here.
+        "torch": _torch_build(),
+    }
+    return digest(installed, 32)
 
 
 def _torch_build() -> str:
@@ -116,10 +108,10 @@ def _torch_build() -> str:
 @functools.cache
 def code_digest() -> str:
     """Return a hash of the source code of this package, which changes with every edit."""
-    digest = hashlib.sha256()
+    code = hashlib.sha256()
     for path in sorted(Path(autotune.__file__).parent.glob("**/*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+        code.update(path.read_bytes())
+    return code.hexdigest()
 
 
 class AnswerCache:

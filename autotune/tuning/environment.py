@@ -9,8 +9,6 @@ recorded today; when it is continued, such facts are not compared.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from autotune.core.candidate import Arm, Document
 from autotune.core.inspection import Software
 from autotune.core.placement import Placement
-from autotune.core.schema import encode
+from autotune.core.schema import digest, encode
 from autotune.core.workload import Workload
 from autotune.devices.host import machine_id, processor_name
 from autotune.devices.nvml import current_session
@@ -131,12 +129,12 @@ def measured_environment(environment: Document) -> Document:
 
 def environment_fingerprint(environment: Document) -> str:
     """Return a hash that is equal for two environments exactly when measurements of one are valid in the other."""
-    return _hash({**measured_environment(environment), "machine": _machine(environment)})
+    return digest({**measured_environment(environment), "machine": _machine(environment)})
 
 
 def is_of_kind(environment: Document, other: Document) -> bool:
     """Return whether two environments are equal except for the machine."""
-    return _hash(measured_environment(environment)) == _hash(measured_environment(other))
+    return digest(measured_environment(environment)) == digest(measured_environment(other))
 
 
 def is_same_machine(recorded: Document, today: Document) -> bool:
@@ -149,10 +147,6 @@ def _machine(environment: Document) -> tuple[list[str | None], str | None]:
     """Return what identifies a machine: the UUIDs of its devices, or for a CPU the host."""
     uuids = environment.get("device_uuids") or [environment.get("device_uuid")]
     return sorted(uuids, key=str), environment.get("machine")
-
-
-def _hash(facts: Document) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def comparable_environment(today: Document, recorded: Document) -> Document:

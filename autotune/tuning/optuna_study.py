@@ -154,8 +154,7 @@ def distributions(space: Space, baseline: Candidate, sampler: SamplerName) -> di
         # Trimmed, since Optuna warns where the step does not lead exactly to the end.
         batch = IntDistribution(step, min(most, batches.most) // step * step, step=step)
     else:
-        rungs = {b for level in batches.levels() for b in batches.at_level(level)}
-        batch = CategoricalDistribution(sorted(rungs | {baseline.per_device_train_batch_size}))
+        batch = CategoricalDistribution(sorted({*batches.every, baseline.per_device_train_batch_size}))
     return {
         "per_device_train_batch_size": batch,
         **{name: CategoricalDistribution(_values(arms, name)) for name in _searched(arms)},

@@ -14,7 +14,6 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
@@ -28,44 +27,55 @@ from autotune.space.arms import memory_class, never_slower
 from autotune.space.space import Space
 
 
-class Policy(Protocol):
-    """Proposes candidates until it has seen enough."""
+class Policy:
+    """Proposes candidates of a space until it has seen enough, those of a smaller multiple where no larger one fits."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
 
     def next(self, history: History) -> Candidate | None:
         """Return the next candidate to run; ``None`` where none is worth it, or a running trial has to end first."""
+        for space in self._spaces(history):
+            judge = Judge(space, history)
+            for multiple in space.batches.levels():
+                if (candidate := self._next_at(multiple, space, history, judge)) is not None:
+                    return candidate
+                if history.pending or judge.fits_at(multiple):
+                    return None
+        return Judge(self._space, history).last_resort()
+
+    def _spaces(self, history: History) -> list[Space]:
+        """Return the spaces to search, one after the other."""
+        return [self._space]
+
+    def _next_at(self, multiple: int, space: Space, history: History, judge: Judge) -> Candidate | None:
+        """Return the next candidate at a multiple; here the first that is not known not to fit."""
+        return next(filter(judge.is_open, judge.candidates_at(multiple)), None)
 
 
-class MaxBatchPolicy:
+class MaxBatchPolicy(Policy):
     """Finds the largest batch that stays under the line, and shows that the next one does not.
 
     Arms with checkpointing come first, since they need the least memory; later arms are only tried above the largest
     batch so far. The next trial takes the largest batch that more likely fits than not, else the next larger one.
     """
 
-    def __init__(self, space: Space) -> None:
-        self._space = space
-        self._arms = sorted(space.arms, key=lambda arm: not arm.gradient_checkpointing)
-
-    def next(self, history: History) -> Candidate | None:
-        """See ``Policy.next``."""
-        judge = Judge(self._space, history)
-        for multiple in self._space.batches.levels():
-            seen = set()
-            for arm in self._arms:
-                tried = [t for t in history.tried if t.candidate.arm == arm and self._space.contains(t.candidate)]
-                if memory_class(arm) in seen or judge.is_doubtful(arm):
-                    continue
-                if not any(map(failed_without_verdict, tried)):
-                    # This arm may fail for reasons other than memory, where another of its memory class does not.
-                    seen.add(memory_class(arm))
-                if (candidate := self._next_of(arm, multiple, history, judge)) is not None:
-                    return candidate
-                if any(c.arm == arm and self._space.contains(c) for c in history.pending):
-                    # Other arms are tried above the largest batch of this one, which is not known yet.
-                    return None
-            if history.pending or judge.fits_at(multiple):
+    def _next_at(self, multiple: int, space: Space, history: History, judge: Judge) -> Candidate | None:
+        """See ``Policy``."""
+        seen = set()
+        for arm in sorted(space.arms, key=lambda arm: not arm.gradient_checkpointing):
+            tried = [t for t in history.tried if t.candidate.arm == arm and space.contains(t.candidate)]
+            if memory_class(arm) in seen or judge.is_doubtful(arm):
+                continue
+            if not any(map(failed_without_verdict, tried)):
+                # This arm may fail for reasons other than memory, where another of its memory class does not.
+                seen.add(memory_class(arm))
+            if (candidate := self._next_of(arm, multiple, history, judge)) is not None:
+                return candidate
+            if any(c.arm == arm and space.contains(c) for c in history.pending):
+                # Other arms are tried above the largest batch of this one, which is not known yet.
                 return None
-        return judge.last_resort()
+        return None
 
     def _next_of(self, arm: Arm, multiple: int, history: History, judge: Judge) -> Candidate | None:
         """Return the candidate of an arm that is tried next; ``None`` where none is left that may be the largest."""
@@ -86,26 +96,6 @@ class MaxBatchPolicy:
         return None
 
 
-class ExhaustivePolicy:
-    """Proposes all candidates in order, except those known not to fit. A lower multiple is for where none fits."""
-
-    def __init__(self, space: Space) -> None:
-        self._space = space
-
-    def next(self, history: History) -> Candidate | None:
-        """See ``Policy.next``."""
-        judge = Judge(self._space, history)
-        for multiple in self._space.batches.levels():
-            for arm in self._space.arms:
-                for batch in self._space.batches.at_level(multiple):
-                    candidate = self._space.candidate(arm, batch)
-                    if judge.is_open(candidate):
-                        return candidate
-            if history.pending or judge.fits_at(multiple):
-                return None
-        return judge.last_resort()
-
-
 _LEAST_GAIN = 0.0015
 """Expected improvement, as a logarithm, for which a usual trial is worth it. A choice: of 2,000 random worlds it keeps
 96.4 % within 1 % of the best (``studies/worlds.py --first 400 --worlds 2000``)."""
@@ -120,22 +110,8 @@ _LIKELY = 0.5
 _SURELY = 0.9
 
 
-class Acquisition:
+class Acquisition(Policy):
     """Proposes the candidate of a space that promises the largest gain in speed for the time of its trial."""
-
-    def __init__(self, space: Space) -> None:
-        self._space = space
-
-    def next(self, history: History) -> Candidate | None:
-        """See ``Policy.next``. A smaller multiple is searched where nothing fits at the larger ones."""
-        for space in self._spaces(history):
-            judge = Judge(space, history)
-            for multiple in space.batches.levels():
-                if (best := self._best_plain(history, space, judge, multiple)) is not None:
-                    return best
-                if history.pending or judge.fits_at(multiple):
-                    return None
-        return Judge(self._space, history).last_resort()
 
     def _spaces(self, history: History) -> list[Space]:
         """Return the space and its memory-saving variant, which is first where it alone is predicted to fit."""
@@ -146,13 +122,12 @@ class Acquisition:
             return [plain, saving]
 
         def fits(space: Space) -> bool:
-            batches = [batch for level in space.batches.levels() for batch in space.batches.at_level(level)]
-            candidates = (space.candidate(arm, batch) for arm in space.arms for batch in batches)
+            candidates = (space.candidate(arm, batch) for arm in space.arms for batch in space.batches.every)
             return any(history.memory and (told := history.memory.prediction(c)) and told.fits for c in candidates)
 
         return [saving, plain] if fits(saving) and not fits(plain) else [plain, saving]
 
-    def _best_plain(self, history: History, space: Space, judge: Judge, multiple: int) -> Candidate | None:
+    def _next_at(self, multiple: int, space: Space, history: History, judge: Judge) -> Candidate | None:
         """Return the most promising candidate of a space at a multiple; ``None`` where none is worth a trial."""
         believed = [t for t in history.believed() if space.contains(t.candidate)]
         best = max(believed, key=speed_of, default=None)
@@ -340,5 +315,5 @@ def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Pol
     if sampler in OPTUNA_SAMPLERS:
         return None
     if sampler == "grid":
-        return ExhaustivePolicy(space)
+        return Policy(space)
     return MaxBatchPolicy(space) if objective == "max-batch" else Acquisition(space)

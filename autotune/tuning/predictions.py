@@ -185,7 +185,7 @@ def batches_of(space: Space) -> list[int]:
     """Return all per-device batches of an effective batch; empty for a free batch, which only needs the largest."""
     if space.batches.effective_batch is None:
         return []
-    return sorted(batch for level in space.batches.levels() for batch in space.batches.at_level(level))
+    return space.batches.every
 
 
 def predicted_document(

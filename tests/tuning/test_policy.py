@@ -33,7 +33,7 @@ from autotune.estimate.history import History, Tried
 from autotune.estimate.speed_model import SpeedModel
 from autotune.space.space import LARGEST_FREE_BATCH, Batches, Space
 from autotune.tuning.left_out import names_of_arms
-from autotune.tuning.policy import Acquisition, ExhaustivePolicy, MaxBatchPolicy
+from autotune.tuning.policy import Acquisition, MaxBatchPolicy, Policy
 
 CAP_BYTES = 24 * GIB - CONTEXT_BYTES
 ALL_ARMS = arms()
@@ -92,7 +92,7 @@ class TestThroughputOnRecords:
         runner = RecordedRunner(EFFECTIVE_64)
         space = Space(arms(precision), Batches(64))
         history = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
-        everything = run_policy(ExhaustivePolicy(space), RecordedRunner(EFFECTIVE_64), History(ceiling_of(CAP_BYTES)))
+        everything = run_policy(Policy(space), RecordedRunner(EFFECTIVE_64), History(ceiling_of(CAP_BYTES)))
         assert describe_winner(history) == describe_winner(everything)
         assert len(history.tried) <= 6
 
@@ -102,7 +102,7 @@ class TestThroughputOnRecords:
         runner = RecordedRunner(EFFECTIVE_64)
         space = Space(ALL_ARMS, Batches(64))
         history = run_policy(Acquisition(space), runner, with_baseline(space, runner, cap_bytes))
-        grid = run_policy(ExhaustivePolicy(space), RecordedRunner(EFFECTIVE_64), History(ceiling_of(cap_bytes)))
+        grid = run_policy(Policy(space), RecordedRunner(EFFECTIVE_64), History(ceiling_of(cap_bytes)))
         best, of_all = history.winner(), grid.fastest()
         assert best.measurement.samples_per_second >= 0.97 * of_all.measurement.samples_per_second
         assert len(history.tried) <= 18
@@ -178,7 +178,7 @@ class TestThroughputOnFormulas:
         runner = ComputedRunner(peak_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", checkpointing="off"), Batches(effective_batch))
         history = run_policy(Acquisition(space), runner, with_baseline(space, runner, cap_mib * MIB))
-        grid = run_policy(ExhaustivePolicy(space), runner, with_baseline(space, runner, cap_mib * MIB))
+        grid = run_policy(Policy(space), runner, with_baseline(space, runner, cap_mib * MIB))
         among = [t.candidate for t in grid.tried if space.contains(t.candidate)]
         found, best = history.fastest(among), grid.fastest(among)
         assert (found is None) is (best is None)
@@ -242,7 +242,7 @@ class TestLevels:
     ) -> None:
         runner = slow_and_large(mib_a_sample * MIB)
         space = Space(arms("bf16"), Batches(16))
-        for policy in (Acquisition(space), ExhaustivePolicy(space)):
+        for policy in (Acquisition(space), Policy(space)):
             history = run_policy(policy, runner, History(ceiling_of(20 * GIB)))
             best = history.winner()
             assert best.candidate.per_device_train_batch_size == batch
@@ -254,7 +254,7 @@ class TestLevels:
         runner = ComputedRunner(bert_bytes, bert_seconds, bert_busy)
         space = Space(arms("bf16", "fp32", checkpointing="off"), Batches(effective_batch))
         level = next(multiple for multiple in (8, 4, 2, 1) if space.batches.at_level(multiple))
-        for policy in (Acquisition(space), ExhaustivePolicy(space)):
+        for policy in (Acquisition(space), Policy(space)):
             history = run_policy(policy, runner, with_baseline(space, runner))
             asked = [t.candidate for t in history.tried[1:]]
             assert {candidate.arm.precision for candidate in asked} >= {"bf16"}
@@ -267,7 +267,7 @@ class TestLevels:
 
         runner = ComputedRunner(peak_bytes)
         space = Space(arms("bf16", checkpointing="off"), Batches(64))
-        for policy in (Acquisition(space), ExhaustivePolicy(space)):
+        for policy in (Acquisition(space), Policy(space)):
             history = run_policy(policy, runner, with_baseline(space, runner, 20 * GIB))
             assert [c.per_device_train_batch_size for c in (t.candidate for t in history.believed())] == [8, 4]
 
@@ -275,7 +275,7 @@ class TestLevels:
         runner = slow_and_large(5000 * MIB)
         for batches in (Batches(64, multiple=8), Batches(None, multiple=8)):
             space = Space(arms("bf16"), batches)
-            for policy in (Acquisition(space), MaxBatchPolicy(space), ExhaustivePolicy(space)):
+            for policy in (Acquisition(space), MaxBatchPolicy(space), Policy(space)):
                 history = run_policy(policy, runner, History(ceiling_of(20 * GIB)))
                 assert history.tried
                 assert history.winner() is None
@@ -300,7 +300,7 @@ class TestExhaustive:
     def test_every_recorded_cell_but_those_known_not_to_fit(self) -> None:
         runner = RecordedRunner(EFFECTIVE_64)
         space = Space(ALL_ARMS, Batches(64))
-        history = run_policy(ExhaustivePolicy(space), runner, with_baseline(space, runner))
+        history = run_policy(Policy(space), runner, with_baseline(space, runner))
         fitting = {candidate for candidate, cell in runner.recorded if cell["state"] == "ok"}
         assert {t.candidate for t in history.tried if t.measurement} == fitting
         assert len(fitting) == 26
@@ -309,7 +309,7 @@ class TestExhaustive:
 
     def test_a_free_batch_ends_at_the_largest(self) -> None:
         space = Space(arms("bf16", checkpointing="off"), Batches(None))
-        history = run_policy(ExhaustivePolicy(space), slow_and_large(1.0), History(ceiling_of(CAP_BYTES)))
+        history = run_policy(Policy(space), slow_and_large(1.0), History(ceiling_of(CAP_BYTES)))
         assert max(t.candidate.per_device_train_batch_size for t in history.tried) == LARGEST_FREE_BATCH
         assert len(history.tried) == 14
 
