@@ -101,22 +101,33 @@ def amd_gpu(root: Path = ROOT) -> str | None:
     return f"torch {installed}" if "rocm" in installed else None
 
 
+def ranks_of(environment: Mapping[str, Any]) -> int:
+    """Return how many processes trained together in a recorded environment."""
+    ranks: int = (environment.get("ranks") or {}).get("world_size", 1)
+    return ranks
+
+
 def devices_of_ranks(
     environment: Mapping[str, Any], study: str, among: Sequence[Device] | None = None
 ) -> tuple[Device, ...]:
-    """Return a device for each rank of a recorded study: the same devices, else others with the same name.
+    """Return a device for each rank of a recorded environment: the same devices, else others with the same name.
 
     They are chosen from ``among``, by default from this machine's devices. Raises ``DeviceError`` where there are too
     few. On a CPU all ranks share it.
     """
-    ranks: int = environment["ranks"]["world_size"]
+    ranks = ranks_of(environment)
     here = list_devices() if among is None else among
-    name, uuids = environment["device_name"], environment["device_uuids"]
-    alike = [device for device in here if device.name == name and device.kind == environment["device_kind"]]
+    name, uuids = environment.get("device_name"), environment.get("device_uuids") or [environment.get("device_uuid")]
+    alike = [device for device in here if device.name == name and device.kind == environment.get("device_kind")]
     if alike and alike[0].kind == "cpu":
         return (alike[0],) * ranks
     same = [device for uuid in uuids for device in alike if device.uuid == uuid]
     devices = same if len(same) == ranks else alike[:ranks]
+    if not devices and ranks == 1:
+        raise DeviceError(
+            f"the study {study!r} was searched on {name} ({uuids[0]}), which is not here",
+            "name a device of the same kind with --device, or search anew under another --study",
+        )
     if len(devices) < ranks:
         gone = [uuid for uuid in uuids if uuid not in {device.uuid for device in alike}]
         verb = "is" if len(alike) == 1 else "are"

@@ -14,8 +14,6 @@ import os
 import re
 import stat
 import struct
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +25,6 @@ FOLDER_VARIABLE = "AUTOTUNE_LOCKS"
 """The environment variable that names another folder for the lock files."""
 # One folder for all users of the machine, whatever TMPDIR says: a batch system gives each job its own TMPDIR.
 _FOLDER = "/tmp/autotune-locks"
-_POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +97,6 @@ class Lock:
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(document).encode(), 0)
         return None
-
-    def wait(self, study: str, on_wait: Callable[[Holder], None]) -> None:
-        """Wait for the lock and take it. ``on_wait`` is called once with the holder if the lock is not free."""
-        has_said_so = False
-        while (holder := self.acquire(study)) is not None:
-            if not has_said_so:
-                on_wait(holder)
-                has_said_so = True
-            time.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
         """Release the lock. The file stays: if it were removed, two others could hold the lock at once."""

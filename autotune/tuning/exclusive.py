@@ -6,6 +6,7 @@ File locks tell the processes of one host apart, a lease in the database those o
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, DeviceError, StorageError
+from autotune.core.placement import this_owner
 from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 
 if TYPE_CHECKING:
     # Loads SQLAlchemy and Optuna, which a search that is refused at once does without.
+    from autotune.store.leases import Lease
     from autotune.store.repository import Store
 
 _POLL_SECONDS = 0.5
@@ -110,7 +113,7 @@ def _hold_devices(
         label = f"{device.label} ({device.name})"
         lock = stack.enter_context(Lock(device.uuid))
         if wait is not None:
-            has_waited |= _wait_for(lock, study, label, wait)
+            has_waited |= _wait_for(functools.partial(lock.acquire, study), label, wait)
         elif (holder := lock.acquire(study)) is not None:
             if device.kind == "cuda":
                 raise DeviceError(f"{label} is in use by {holder.describe()}", hint)
@@ -131,7 +134,7 @@ def _hold_study(
     if isinstance(study, str):
         lock = stack.enter_context(_study_lock(study, database))
         if wait is not None:
-            return study, _wait_for(lock, study, f"the study {study}", wait)
+            return study, _wait_for(functools.partial(lock.acquire, study), f"the study {study}", wait)
         if (holder := lock.acquire(study)) is not None:
             # The message names the study already.
             raise _study_taken_error(study, replace(holder, study=None).describe())
@@ -151,18 +154,17 @@ def _study_lock(study: str, database: str) -> Lock:
     return Lock(f"study {database} {study}")
 
 
-def _wait_for(lock: Lock, study: str, what: str, wait: Wait) -> bool:
-    """Wait until the lock is free. Return whether another search held it."""
-    holders: list[Holder] = []
-
-    def on_wait(holder: Holder) -> None:
-        holders.append(holder)
-        wait(f"waiting for {what}, which {holder.describe()} searches")
-
-    lock.wait(study, on_wait)
-    if holders:
+def _wait_for(take: Callable[[], Holder | Lease | None], what: str, wait: Wait) -> bool:
+    """Take something, if need be after the search that holds it. Return whether one held it."""
+    has_waited = False
+    while (holder := take()) is not None:
+        if not has_waited:
+            wait(f"waiting for {what}, which {holder.describe()} searches")
+            has_waited = True
+        time.sleep(_POLL_SECONDS)
+    if has_waited:
         wait(None)
-    return bool(holders)
+    return has_waited
 
 
 def _study_taken_error(study: str, holder: str) -> AutotuneError:
@@ -178,20 +180,15 @@ def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]
     The store then refuses writes to records of studies once the lease is lost. Without ``wait``, a lease of another
     process is a ``StorageError``.
     """
-    from autotune.core.placement import this_owner
     from autotune.store.leases import name_of_study, renewed
     from autotune.store.records import new_id
 
     name, token, has_waited = name_of_study(study), new_id(), False
-    while (holder := store.leases.take(name, this_owner(), token)) is not None:
-        if wait is None:
-            raise _study_taken_error(study, holder.describe())
-        if not has_waited:
-            wait(f"waiting for the study {study}, which {holder.describe()} searches")
-            has_waited = True
-        time.sleep(_POLL_SECONDS)
-    if has_waited and wait is not None:
-        wait(None)
+    take = functools.partial(store.leases.take, name, this_owner(), token)
+    if wait is not None:
+        has_waited = _wait_for(take, f"the study {study}", wait)
+    elif (holder := take()) is not None:
+        raise _study_taken_error(study, holder.describe())
     with renewed(store.leases, name, token):
         store.hold(study, token)
         try:

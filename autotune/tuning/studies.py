@@ -1,6 +1,6 @@
 """Open a study, new or recorded, restore the request of a recorded one, and say what differs from it.
 
-A study is the same where its request, its workload and its environment are. ``changes_of_source`` compares what is
+A study is the same where its request, its workload and its environment are. ``check_source`` compares what is
 known before the user's code is run, ``what_differs`` what is known before a process with torch is started, and
 ``changes_since`` all of it.
 """
@@ -22,7 +22,7 @@ from autotune.core.outcome import Completed
 from autotune.core.training_source import TrainingSource, masked_options
 from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
-from autotune.devices.listing import devices_of_ranks, find_device, list_devices
+from autotune.devices.listing import devices_of_ranks, find_device, ranks_of
 from autotune.models.dataset_files import check_unchanged, commit_of
 from autotune.results.wording import state_of
 from autotune.space.features import version_of
@@ -116,7 +116,9 @@ def check_source(store: Store, name: str, request: SearchRequest) -> None:
     """
     known = store.study(name)
     if known is not None and request.workload.source is not None:
-        _refuse_changes(known, changes_of_source(request, store.workload_of(known)))
+        documents = store.workload_of(known), _as_recorded(request.workload.recorded_document())
+        recorded, asked = ({"source": _without_inspection(each.get("source"))} for each in documents)
+        _refuse_changes(known, _changes_in_words(recorded, asked))
 
 
 def _refuse_changes(known: StudyRecord, changed: Sequence[str]) -> None:
@@ -141,7 +143,7 @@ def device_options(store: Store, study: str) -> dict[str, str]:
     environment = store.environment(store.existing_study(study).environment_id)
     if environment.get("device_kind") == "cpu":
         return {"device": "cpu"}
-    return {"gpus": str((environment.get("ranks") or {}).get("world_size", 1))}
+    return {"gpus": str(ranks_of(environment))}
 
 
 def recorded_request(
@@ -192,7 +194,7 @@ def recorded_request(
 
 def _check_as_many_as_ranks(environment: Document, study: str, devices: Sequence[Device], *, parallel: bool) -> None:
     """Raise ``DeviceError`` unless there is one device for each rank or, with ``parallel``, each trial has one rank."""
-    ranks = (environment.get("ranks") or {}).get("world_size", 1)
+    ranks = ranks_of(environment)
     of = "one device" if ranks == 1 else f"{ranks} devices"
     if parallel and ranks > 1:
         raise DeviceError(
@@ -215,30 +217,16 @@ def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
         )
 
 
-def _devices_of(environment: Document, study: str, device: str | None) -> list[Device]:
-    """Return a device for each rank of the study: the recorded devices, else others with the same name."""
-    ranks = (environment.get("ranks") or {}).get("world_size", 1)
-    if ranks == 1:
-        return [find_device(device) if device is not None else _device_of(environment, study)]
-    if device is not None:
+def _devices_of(environment: Document, study: str, device: str | None) -> Sequence[Device]:
+    """Return a device for each rank of the study: the named one, or the recorded ones, else others of their name."""
+    ranks = ranks_of(environment)
+    if device is None:
+        return devices_of_ranks(environment, study)
+    if ranks > 1:
         raise DeviceError(
             f"the study {study!r} was searched on {ranks} devices, and --device {device} is one", "leave --device out"
         )
-    return list(devices_of_ranks(environment, study))
-
-
-def _device_of(environment: Document, study: str) -> Device:
-    """Return the recorded device of the study, else another with the same name."""
-    devices = list_devices()
-    uuid, name = environment.get("device_uuid"), environment.get("device_name")
-    like = [device for device in devices if device.name == name and device.kind == environment.get("device_kind")]
-    if like:
-        same = [device for device in like if device.uuid == uuid]
-        return (same or like)[0]
-    raise DeviceError(
-        f"the study {study!r} was searched on {name} ({uuid}), which is not here",
-        "name a device of the same kind with --device, or search anew under another --study",
-    )
+    return (find_device(device),)
 
 
 # Memory that may be reserved is the same for a search where it differs by no more than this share. A choice.
@@ -261,14 +249,6 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
     asked["source"] = _without_inspection(asked["source"])
     recorded = {**workload, **request, **measured_environment(environment)}
     return [*_revision_change(recorded, asked, prepared), *_changes_in_words(recorded, _as_recorded(asked))]
-
-
-def changes_of_source(request: SearchRequest, workload: Document) -> list[str]:
-    """Return the differences between the user's code and command and a recorded workload, without running the code."""
-    asked = _as_recorded(request.workload.recorded_document())
-    return _changes_in_words(
-        {"source": _without_inspection(workload.get("source"))}, {"source": _without_inspection(asked["source"])}
-    )
 
 
 def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
