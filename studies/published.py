@@ -22,20 +22,20 @@ from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.advice import SCALED_DOUBT
 from autotune.estimate.gpu_time import calibrated
-from autotune.estimate.step_time import Doubt, StepTime, StepTimeModel
+from autotune.estimate.step_time import StepTime, StepTimeModel
 
 FITTED = "h200"
 Pair = tuple[Published, StepTime]
 _HALVES = 200
 
 
-def published_predictions(doubt: Doubt | None = None) -> list[Pair]:
+def published_predictions() -> list[Pair]:
     """Return each published throughput with what is predicted for it."""
     operations = {key: decode(document, Operations) for key, document in recorded_operations().items()}
     found = []
     for known in published():
         of_step = operations[operations_key(known.subject, known.candidate.arm)]
-        found.append((known, StepTimeModel(CHIPS[known.gpu], doubt=doubt).predict(of_step, known.candidate)))
+        found.append((known, StepTimeModel(CHIPS[known.gpu]).predict(of_step, known.candidate)))
     return found
 
 

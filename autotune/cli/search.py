@@ -240,7 +240,7 @@ def resume(
     """
     from autotune.store.opening import open_store
     from autotune.tuning.options import named_devices
-    from autotune.tuning.studies import Budget, device_options, recorded_request
+    from autotune.tuning.studies import device_options, recorded_request
 
     limits = {"trials": trials, "time_budget": time_budget, "trial_timeout": trial_timeout}
     if (service := service_of(ctx)) is not None:
@@ -259,6 +259,5 @@ def resume(
         return
     with open_store(storage, create=False) as store:
         devices = named_devices(places) if gpus or parallel else ()
-        budget = Budget(trials, time_budget, trial_timeout)
-        request = recorded_request(store, study, device, budget, devices, parallel=parallel)
+        request = recorded_request(store, study, device, limits, devices, parallel=parallel)
     search_and_print(ctx, request, storage, wait=wait, as_json=as_json)

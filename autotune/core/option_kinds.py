@@ -64,19 +64,26 @@ def refuse(name: str, value: Any, wanted: str, hint: str) -> InvalidRequestError
     return InvalidRequestError(f"{shown[:100]} is not {wanted}", hint)
 
 
+def _accepting(
+    is_fit: Callable[[Any], bool], wanted: str, hint: str, convert: Callable[[Any], Any] = lambda value: value
+) -> Callable[[Any], Any]:
+    """Return a function that returns fitting values converted, and raises ``UnfitError`` for others."""
+
+    def accept(value: Any) -> Any:
+        if not is_fit(value):
+            raise UnfitError(value, wanted, hint)
+        return convert(value)
+
+    return accept
+
+
 def _is_path(value: Any) -> bool:
     return isinstance(value, str | os.PathLike)
 
 
 def path(hint: str = "give it as text or as a pathlib.Path") -> Kind:
     """Return the kind for a name or a path. ``hint`` is the advice for other values."""
-
-    def accept(value: Any) -> str:
-        if not _is_path(value):
-            raise UnfitError(value, "a name or a path", hint)
-        return os.fsdecode(value)
-
-    return Kind("path", accept)
+    return Kind("path", _accepting(_is_path, "a name or a path", hint, os.fsdecode))
 
 
 def words(known: tuple[str, ...] = ()) -> Kind:
@@ -121,24 +128,18 @@ def _parse_whole(text: str) -> int | str:
 def whole(least: int) -> Kind:
     """Return the kind for an integer of at least ``least``."""
 
-    def accept(value: Any) -> int:
+    def is_fit(value: Any) -> bool:
         # numpy's whole numbers are Integral, too.
-        is_whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_whole or not least <= value <= _MOST:
-            raise UnfitError(value, f"a whole number from {least} to {_MOST}", "give an int of that range")
-        return int(value)
+        return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= _MOST
 
-    return Kind("n", accept, _parse_whole, int, least)
+    wanted = f"a whole number from {least} to {_MOST}"
+    return Kind("n", _accepting(is_fit, wanted, "give an int of that range", int), _parse_whole, int, least)
 
 
 def choice(*choices: str) -> Kind:
     """Return the kind for one of several words."""
-
-    def accept(value: Any) -> str:
-        if not isinstance(value, str) or value not in choices:
-            raise UnfitError(value, f"one of {', '.join(map(repr, choices))}", "choose one of them")
-        return value
-
+    wanted = f"one of {', '.join(map(repr, choices))}"
+    accept = _accepting(lambda value: isinstance(value, str) and value in choices, wanted, "choose one of them")
     return Kind("choice", accept, json=Literal[choices], choices=choices)
 
 
@@ -153,18 +154,6 @@ def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0)
         return parse(str(value))
 
     return Kind(name, accept, json=json, least=least)
-
-
-def _accept_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise UnfitError(value, "text", "give its name as text")
-    return value
-
-
-def _accept_flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise UnfitError(value, "True or False", "give one of them")
-    return value
 
 
 def _accept_script(value: Any) -> tuple[str, ...]:
@@ -213,7 +202,7 @@ def _function_or_path(option: str) -> Kind:
     return Kind("path", lambda value: text.accept(value) if _is_path(value) else locate_function(value, option))
 
 
-TEXT = Kind("text", _accept_text)
+TEXT = Kind("text", _accepting(lambda value: isinstance(value, str), "text", "give its name as text"))
 PATH = path()
 MODEL = path("give its name or its folder; a model made in memory is for a function: trainer='train.py:build'")
 DATASET = path("save it, with dataset.save_to_disk('folder') or as a jsonl file, and give that path")
@@ -222,7 +211,7 @@ TRAINER = _function_or_path("trainer")
 LOOP = _function_or_path("loop")
 SCRIPT = Kind("words", _accept_script)
 GPUS = Kind("gpus", _accept_gpus)
-FLAG = Kind("flag", _accept_flag, json=bool)
+FLAG = Kind("flag", _accepting(lambda value: isinstance(value, bool), "True or False", "give one of them"), json=bool)
 COUNT = whole(1)
 COUNTS = Kind(
     "n,…", _accept_counts, lambda text: [_parse_whole(word) for word in text.split(",") if word.strip()],

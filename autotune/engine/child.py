@@ -298,14 +298,14 @@ def _send(store: Store, study: str, trial: TrialRecord | None, say: Say) -> None
 
 def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
     """Return the request that resumes a study."""
-    from autotune.tuning.studies import Budget, recorded_request
+    from autotune.tuning.studies import recorded_request
 
     options = work.options
     with open_store(storage, create=False) as store:
-        budget = Budget(options.get("trials"), options.get("time_budget"), options.get("trial_timeout"))
+        limits = {name: options.get(name) for name in ("trials", "time_budget", "trial_timeout")}
         several = devices if len(devices) > 1 else ()
         return recorded_request(
-            store, work.study, devices[0].uuid, budget, several, parallel=bool(options.get("parallel"))
+            store, work.study, devices[0].uuid, limits, several, parallel=bool(options.get("parallel"))
         )
 
 

@@ -171,21 +171,14 @@ class HostSpeed:
         return HostSpeed(*(seconds * factor for seconds in astuple(self)))
 
 
-@dataclass(frozen=True, slots=True)
-class Doubt:
-    """Uncertainty of a prediction: the smallest and the largest factor on the GPU's and on the host's time."""
-
-    gpu: tuple[float, float]
-    host: tuple[float, float]
-
-
+# The smallest and the largest factor on a predicted time, of the GPU and of the host.
 # All 57 recorded GPU times of the eight models that took no part in the fit were between 0.92 and 1.12 of the predicted
 # ones (studies/kernel_times.py compare); earlier constants left 0.86 to 1.14. Hosts were between 0.6 and 1.8 of the
 # median one (studies/step_times.py compare).
-MEASURED_CHIP = Doubt((0.86, 1.14), (0.6, 1.8))
+_MEASURED_CHIP, _HOST = (0.86, 1.14), (0.6, 1.8)
 # On other chips the shares of the specified rates are assumed to be those of the H200. A factor of 1.6 either way held
 # 96 of 100 published throughputs of 18 other GPUs (studies/published.py), which are of other training code mostly.
-OTHER_CHIP = Doubt((0.62, 1.6), (0.6, 1.8))
+_OTHER_CHIP = (0.62, 1.6)
 
 # Factors by which several ranks are slower than one, besides what the exchange adds: they wait for the slowest, share
 # the host, and the exchange takes multiprocessors. The usual one is from two H200, 5 to 6 % slower than predicted where
@@ -271,12 +264,12 @@ def peak_flops(rates: Rates, precision: Precision) -> float:
 class StepTimeModel:
     """Predicts steps on one chip and host."""
 
-    def __init__(self, chip: Chip, host: HostSpeed | None = None, doubt: Doubt | None = None) -> None:
+    def __init__(self, chip: Chip, host: HostSpeed | None = None) -> None:
         assert chip.rates is not None
         self._chip = chip
         self._rates = chip.rates
         self._host = host or HostSpeed()
-        self._doubt = doubt or (MEASURED_CHIP if chip.name.lower() == FITTED_CHIP else OTHER_CHIP)
+        self._doubt = _MEASURED_CHIP if chip.name.lower() == FITTED_CHIP else _OTHER_CHIP
         self._models: dict[Precision, GpuModel] = {}
 
     def knows(self, arm: Arm) -> bool:
@@ -300,7 +293,7 @@ class StepTimeModel:
         host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
         low, high = (
             step_seconds(operations, _scaled_gpu_time(gpu, gpu_factor), host.scaled(host_factor), accumulation)
-            for gpu_factor, host_factor in zip(self._doubt.gpu, self._doubt.host, strict=True)
+            for gpu_factor, host_factor in zip(self._doubt, _HOST, strict=True)
         )
         seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
         if candidate.arm.is_sharded:
@@ -312,7 +305,7 @@ class StepTimeModel:
         elif ranks > 1:
             worst, usual, best = (exchange(operations, self._chip, ranks, case) for case in _CASES)
             backward = max(gpu.backward, self._host.micro_step(operations)[1])
-            low += best.added_seconds(backward * self._doubt.gpu[0])
+            low += best.added_seconds(backward * self._doubt[0])
             seconds = seconds * _RANKS_USUAL + usual.added_seconds(backward)
             # Links that are shared, and buckets that are exchanged only after the backward pass.
             high = high * _RANKS_WORST + worst.added_seconds(0.0, overlaps=False)

@@ -7,10 +7,10 @@ known before the user's code is run, ``what_differs`` what is known before a pro
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autotune import __version__
 from autotune.core.candidate import Document
@@ -37,7 +37,7 @@ from autotune.tuning.environment import (
     measured_environment,
 )
 from autotune.tuning.prepare import Prepared
-from autotune.tuning.request import SearchRequest, differences, request_from_document
+from autotune.tuning.request import SearchRequest, differences, request_fields, request_from_document
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,6 @@ def _refuse_changes(known: StudyRecord, changed: Sequence[str]) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Budget:
-    """The budget of a continued study; ``None`` keeps the recorded one."""
-
-    trials: int | None = None
-    time_budget_seconds: float | None = None
-    trial_timeout_seconds: float | None = None
-
-
 def device_options(store: Store, study: str) -> dict[str, str]:
     """Return the options that request the devices of a study from a cluster. Raises ``UnknownStudyError``."""
     environment = store.environment(store.existing_study(study).environment_id)
@@ -150,15 +141,16 @@ def recorded_request(
     store: Store,
     study: str,
     device: str | None = None,
-    budget: Budget | None = None,
+    limits: Mapping[str, Any] | None = None,
     devices: Sequence[Device] = (),
     *,
     parallel: bool = False,
 ) -> SearchRequest:
     """Return the request that continues a study, on its recorded device or on ``device``.
 
-    ``devices`` are used instead where given, one for each rank: those that the user names, or of a cluster's node. With
-    ``parallel`` a trial of one rank runs on each of them.
+    ``limits`` are options of a budget, of which ``None`` stays as it was recorded. ``devices`` are used instead where
+    given, one for each rank: those that the user names, or of a cluster's node. With ``parallel`` a trial of one rank
+    runs on each of them.
 
     Raises ``UnknownStudyError``; ``DeviceError`` where this machine has no such device; ``StorageError`` for a
     malformed record; ``InvalidRequestError`` where the user's code or dataset is gone or has changed; and the errors of
@@ -186,8 +178,7 @@ def recorded_request(
         request = replace(request, workload=today)
     if workload.data is not None:
         check_unchanged(workload.data, of_processor=workload.task == "image-text-to-text")
-    spent = {name: value for name, value in dataclasses.asdict(budget or Budget()).items() if value is not None}
-    request = replace(request, **spent, beside=beside)
+    request = replace(request, **request_fields(limits or {}), beside=beside)
     check_request(request)
     return request
 

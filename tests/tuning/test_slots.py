@@ -30,7 +30,7 @@ from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
-from autotune.tuning.studies import Budget, recorded_request
+from autotune.tuning.studies import recorded_request
 
 
 def best_speed(runner: RecordedRunner) -> float:
@@ -215,7 +215,7 @@ def test_a_study_goes_on_with_trials_on_more_devices(tmp_path: Path) -> None:
     with new_store(tmp_path) as store:
         begun = search(store, RecordedRunner(EFFECTIVE_64), trials=4, sampler="grid")
         assert len(begun.trials) == 4
-        request = recorded_request(store, "bert", budget=Budget(trials=9), devices=(H200, SECOND), parallel=True)
+        request = recorded_request(store, "bert", limits={"trials": 9}, devices=(H200, SECOND), parallel=True)
         assert (request.device, request.others, request.beside) == (H200, (), (SECOND,))
         runner = RecordedRunner(EFFECTIVE_64, slots=2)
         resumed = search(store, runner, given=prepare(request, FACTS))
