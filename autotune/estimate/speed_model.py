@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
 from autotune.core.measured_steps import mean_step
-from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing, what_limits
+from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing
 from autotune.estimate.history import History, Tried
 from autotune.estimate.step_time import StepTime
 from autotune.space.arms import compiles, levers_of, without
@@ -197,7 +197,7 @@ class SpeedModel:
         self._history = history
         self._is_predicted = history.steps is not None
         seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
-        is_busy_known = any(what_limits(t.measurement).gpu_busy_share is not None for t in seen if t.measurement)
+        is_busy_known = any(t.measurement.gpu_busy_share is not None for t in seen if t.measurement)
         self._is_whole = len(seen) > 1 and not is_busy_known and not self._is_predicted
         """Whether a step has one time, not a GPU's and a host's: of several trials none measured the GPU's share. One
         trial does not show that, since a trial of the defaults does not measure it."""
@@ -273,7 +273,7 @@ class SpeedModel:
             if self._is_whole:
                 self._gpu.observe(at, total - gpu_mean, noise)
                 continue
-            busy = what_limits(measured).gpu_busy_share
+            busy = measured.gpu_busy_share
             if busy is None:
                 unclear.append((at, total, noise))
                 continue

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
@@ -40,8 +40,7 @@ _MOST_REFUSALS = 64
 _NOTHING_NEW = Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
 
 
-Known = tuple[int, int, frozenset[str]]
-"""What decisions depend on: numbers of trials that ended and of predictions that arrived, and the trials under way."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,13 @@ class Plan:
         self._clock = clock
         self._spent_seconds = spent_seconds
         self._started = clock()
-        self._proposed: dict[Known, Candidate | None] = {}
+        self._known: object = None
+        """What the proposals rest on."""
+        self._proposed: dict[str, Any] = {}
         self._has_begun = False
         self.anytime = Anytime(prepared.space)
         self._has_answer = False
         self._idea: Idea | None = None
-        self._proposed_levers: dict[Known, Idea | None] = {}
 
     # What is known
 
@@ -132,7 +132,7 @@ class Plan:
 
         Trials that share the value of such a lever with ``of`` get this ``outcome``; return their ids."""
         self.anytime.leave_out(levers)
-        self._forget_proposals()
+        self._proposed = {}
         refused = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
@@ -150,7 +150,7 @@ class Plan:
         """Forget the speeds that were taken from earlier searches."""
         kept = [t for t in self.records.values() if t.stage != "reused" or not isinstance(t.outcome, Completed)]
         self.records, self.in_space, self._again = {}, set(), Repeats()
-        self._forget_proposals()
+        self._proposed = {}
         self.history.clear()
         for trial in kept:
             self.take(trial)
@@ -278,14 +278,12 @@ class Plan:
         """Return the next lever worth a trial; ``None`` if none is, trials run, or there is no first answer yet."""
         if self.pending or not self.has_first_answer:
             return None
-        key = self._known_by_now()
-        if key not in self._proposed_levers:
-            seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
-            usual = statistics.median(seconds) if seconds else 0.0
-            spent = self._seconds_with_levers
-            found = self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
-            self._proposed_levers = {key: found}
-        return self._proposed_levers[key]
+        seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
+        usual, spent = statistics.median(seconds) if seconds else 0.0, self._seconds_with_levers
+        return self._once(
+            "lever",
+            lambda: self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent),
+        )
 
     @property
     def _seconds_with_levers(self) -> float:
@@ -313,21 +311,19 @@ class Plan:
 
     def upcoming(self) -> Candidate | None:
         """Return the policy's next proposal; ``None`` where it has none, or Optuna's sampler draws."""
-        if self._policy is None:
-            return None
-        key = self._known_by_now()
-        if key not in self._proposed:
-            self._proposed = {key: self._policy.next(self.history)}
-        return self._proposed[key]
+        policy = self._policy
+        return None if policy is None else self._once("candidate", lambda: policy.next(self.history))
 
-    def _forget_proposals(self) -> None:
-        self._proposed, self._proposed_levers = {}, {}
-
-    def _known_by_now(self) -> Known:
-        """Return a key that is the same as long as nothing changed that the next step depends on."""
+    def _once(self, what: str, propose: Callable[[], T]) -> T:
+        """Return what ``propose`` returns, which is asked anew where a trial or a prediction has come since."""
         memory = self.history.memory
-        version = memory.version if memory is not None else 0
-        return len(self.history.tried), version, frozenset(self.pending)
+        known = len(self.history.tried), memory.version if memory is not None else 0, frozenset(self.pending)
+        if known != self._known:
+            self._known, self._proposed = known, {}
+        if what not in self._proposed:
+            self._proposed[what] = propose()
+        found: T = self._proposed[what]
+        return found
 
     @property
     def _awaits_a_result(self) -> bool:
