@@ -265,8 +265,11 @@ class SearchRequest:
         for row in LEVERS:
             # What is on by default is a lever where it is off.
             other_than_default = "off" if row.values[:1] == (True,) else "on"
-            if row.option and getattr(self, row.option) == other_than_default:
+            choice = getattr(self, row.option) if row.option else None
+            if choice == other_than_default:
                 chosen[row.name] = row.values[1]
+            elif isinstance(choice, str) and choice.isdigit():
+                chosen[row.name] = int(choice)
         if self.torch_compile == "layers":
             chosen |= {"torch_compile": True, "regional_compilation": True}
         if self.objective == "max-batch":
@@ -275,12 +278,6 @@ class SearchRequest:
             chosen.pop("regional_compilation", None)
         if self.workload.data is not None and self.workload.data.packing:
             chosen["padding_free"] = True
-        for name, value in (
-            ("checkpointed_layers", self.partial_checkpointing),
-            ("length_multiple", self.length_multiple),
-        ):
-            if value.isdigit():
-                chosen[name] = int(value)
         return chosen
 
     def late_settings(self, layers: int | None) -> frozenset[str]:
