@@ -186,11 +186,6 @@ def is_traced(arm: Arm) -> bool:
     return all(row.is_traced(getattr(arm, row.name)) for row in LEVERS if row.is_traced)
 
 
-def is_predictable(arm: Arm, workload: Workload) -> bool:
-    """Return whether memory can be predicted with fake tensors."""
-    return why_unpredictable(arm, workload) is None
-
-
 def why_unpredictable(arm: Arm, workload: Workload) -> str | None:
     """Return why memory cannot be predicted with fake tensors; ``None`` where it can.
 

@@ -22,7 +22,7 @@ from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.devices.host import host_memory
 from autotune.estimate.memory import MemoryModel, Question, questions
-from autotune.space.arms import arm_that_computes, is_predictable, predicted_from, prediction_class
+from autotune.space.arms import arm_that_computes, predicted_from, prediction_class, why_unpredictable
 from autotune.tuning.answer_cache import KeptPredictions
 from autotune.tuning.prepare import Prepared
 from autotune.tuning.request import SearchRequest
@@ -322,7 +322,8 @@ def forecast_of(
     At most half of the ``cores`` predict at once, by default of the trials' machine. ``None`` on a CPU, which has no
     predictions. For the user's own code, only arms whose steps the inspection traced are predicted.
     """
-    is_own, ranks = prepared.request.workload.source is not None, prepared.request.ranks
+    workload, ranks = prepared.request.workload, prepared.request.ranks
+    is_own = workload.source is not None
     if prepared.chip is None or (is_own and ranks > 1):
         # What the user's own code allocates was traced on one rank.
         return None
@@ -335,7 +336,7 @@ def forecast_of(
     def predictable(arms: Iterable[Arm]) -> list[Arm]:
         return [
             arm for arm in arms
-            if is_predictable(arm, prepared.request.workload) and (not is_own or _allocation_class(arm) in traced)
+            if not why_unpredictable(arm, workload) and (not is_own or _allocation_class(arm) in traced)
         ]  # fmt: skip
 
     # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.

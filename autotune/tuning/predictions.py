@@ -39,7 +39,7 @@ from autotune.results.predicted import (
     speed_document,
 )
 from autotune.results.prediction_text import ACCURACY, FEW_BITS_SPEED, RANKS_ACCURACY, SPEED_ACCURACY
-from autotune.space.arms import is_predictable, why_unpredictable
+from autotune.space.arms import why_unpredictable
 from autotune.space.space import Space, usable_cores
 from autotune.tuning.allowed import check_request
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions, inspection_key
@@ -160,7 +160,7 @@ def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
     """Return a chip with the questions about it; questions about memory-saving arms are in reserve."""
     space, workload = prepared.space, prepared.request.workload
     arms, saving = (
-        [arm for arm in among if is_predictable(arm, workload)] for among in (space.arms, prepared.space.saving_arms)
+        [arm for arm in among if not why_unpredictable(arm, workload)] for among in (space.arms, space.saving_arms)
     )
     return Target(chip, prepared.ceiling, _questions(space, arms, ranks), reserve=_questions(space, saving, (1,)))
 

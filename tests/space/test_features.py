@@ -29,7 +29,7 @@ from autotune.devices.listing import find_device
 from autotune.estimate.history import History
 from autotune.results.export import Export, beside_lines, make_export, render
 from autotune.results.warnings import compiled_notes
-from autotune.space.arms import is_predictable, packages_of
+from autotune.space.arms import packages_of, why_unpredictable
 from autotune.space.features import (
     EXTRAS,
     allocator_settings,
@@ -276,14 +276,14 @@ class TestCompiling:
         assert "pays off after 401 optimizer steps" in note or "pays off after 400 optimizer steps" in note
 
     def test_predictions_are_not_asked_of_what_compiles(self) -> None:
-        assert is_predictable(PLAIN, BERT_LARGE)
-        assert not is_predictable(replace(PLAIN, torch_compile=True), BERT_LARGE)
-        assert is_predictable(Arm(optim="adamw_bnb_8bit"), BERT_LARGE)
-        assert not is_predictable(Arm(optim="ademamix_8bit"), BERT_LARGE)
-        assert is_predictable(Arm(optim="adafactor"), BERT_LARGE)
+        assert not why_unpredictable(PLAIN, BERT_LARGE)
+        assert why_unpredictable(replace(PLAIN, torch_compile=True), BERT_LARGE)
+        assert not why_unpredictable(Arm(optim="adamw_bnb_8bit"), BERT_LARGE)
+        assert why_unpredictable(Arm(optim="ademamix_8bit"), BERT_LARGE)
+        assert not why_unpredictable(Arm(optim="adafactor"), BERT_LARGE)
         quantized = replace(BERT_LARGE, dtype="bfloat16", peft="lora", lora_rank=8, quantize="4bit")
-        assert is_predictable(PLAIN, quantized)
-        assert not is_predictable(PLAIN, replace(quantized, lora_options={"use_dora": True}))
+        assert not why_unpredictable(PLAIN, quantized)
+        assert why_unpredictable(PLAIN, replace(quantized, lora_options={"use_dora": True}))
 
 
 class TestAdapters:
