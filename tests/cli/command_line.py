@@ -1,5 +1,6 @@
 """Run the command line: within this process, in a process forked from a warm one, or from a cold start."""
 
+import json
 import os
 import subprocess
 import sys
@@ -32,6 +33,12 @@ class Ran:
     code: int
     stdout: str
     stderr: str
+
+    @property
+    def document(self) -> Any:
+        """What it printed with ``--json``, where it ended well."""
+        assert self.code == 0, self.stderr
+        return json.loads(self.stdout)
 
 
 def environment() -> dict[str, str]:

@@ -54,9 +54,7 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
     storage = str(tmp_path / "studies.db")
     keep_a_measurement(storage)
     words = (*few, "--samples", "1e6", "--storage", storage, "--json")
-    done = run_process(*_SMALL, *words, folder=tmp_path, cold=cold)
-    assert done.code == 0, done.stderr
-    document = json.loads(done.stdout)
+    document = run_process(*_SMALL, *words, folder=tmp_path, cold=cold).document
     assert decode(document, AdviceDocument).prices == PricesDocument("EUR", "as given")
     for row in document["gpus"]:
         decode(row, FittingOfferDocument if row["fits"] else OfferDocument)
@@ -80,9 +78,8 @@ def test_gpus_are_compared_by_cost_and_ties_share_a_rank(tmp_path: Path, cold: b
     # Measured in a study of this very workload.
     assert (h100["grade"], h100["samples_per_second"]) == ("measured", pytest.approx(5000.0))
     several = ("--gpu", "l4", "--price", "l4=0.70EUR", "--precision", "bf16", "--gpus", "1,2")
-    done = run_process(*_SMALL, *several, "--storage", storage, "--json", folder=tmp_path)
-    assert done.code == 0, done.stderr
-    (two,) = [row for row in json.loads(done.stdout)["gpus"] if row["gpus"] == 2]
+    of_two = run_process(*_SMALL, *several, "--storage", storage, "--json", folder=tmp_path).document
+    (two,) = [row for row in of_two["gpus"] if row["gpus"] == 2]
     assert two["candidate"]["ranks"] == 2
     assert two["candidate"]["per_device_train_batch_size"] <= 32
     assert two["price_per_hour"] == pytest.approx(1.4)
@@ -99,14 +96,10 @@ def test_adapters_are_compared_over_weights_that_every_gpu_computes_with(tmp_pat
     adapted = ("--model", "./wide", "--peft", "lora", "--seq-len", "64")
     few = ("--effective-batch", "8", "--batch-multiple", "8", "--gpu", "rtx-4090,t4", "--json")
     few = (*few, "--gradient-checkpointing", "off")
-    done = run_process("advise", *adapted, *few, folder=tmp_path)
-    assert done.code == 0, done.stderr
-    document = json.loads(done.stdout)
+    document = run_process("advise", *adapted, *few, folder=tmp_path).document
     assert document["workload"]["dtype"] == "float16"
     # Each as if it were alone.
-    done = run_process("predict", *adapted, *few, folder=tmp_path)
-    assert done.code == 0, done.stderr
-    ada, turing = json.loads(done.stdout)["gpus"]
+    ada, turing = run_process("predict", *adapted, *few, folder=tmp_path).document["gpus"]
     assert [gpu["workload"]["dtype"] for gpu in (ada, turing)] == ["bfloat16", "float16"]
     assert {arm["precision"] for arm in ada["arms"]} == {"bf16", "fp32"}
     (of_turing,) = [row for row in document["gpus"] if row["gpu"] == "t4"]
@@ -122,9 +115,7 @@ def test_a_precision_that_not_all_gpus_have_is_asked_of_adapters(tmp_path: Path)
     (tmp_path / "half" / "config.json").write_text(json.dumps(config))
     small = ("--model", "./half", "--seq-len", "16", "--effective-batch", "8", "--gradient-checkpointing", "off")
     asked = ("advise", *small, "--peft", "lora", "--lora-rank", "4", "--gpu", "l4,t4", "--json")
-    done = run_process(*asked, "--precision", "bf16", folder=tmp_path)
-    assert done.code == 0, done.stderr
-    document = json.loads(done.stdout)
+    document = run_process(*asked, "--precision", "bf16", folder=tmp_path).document
     assert document["workload"]["dtype"] == "bfloat16"
     assert {row["gpu"]: "candidate" in row for row in document["gpus"]} == {"l4": True, "t4": False}
     assert document["gpus"][1]["why_not"] == "nothing is predicted for it: it has no bf16"

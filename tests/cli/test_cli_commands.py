@@ -21,7 +21,7 @@ def test_devices_without_a_gpu(run: Run) -> None:
     assert "total" in ran.stdout
     assert "fp32" in ran.stdout
     assert "GPU" in ran.stderr or "NVML" in ran.stderr
-    document = json.loads(run("devices", "--json").stdout)
+    document = run("devices", "--json").document
     (cpu,) = document["devices"]
     assert cpu["kind"] == "cpu"
     assert cpu["memory_total_bytes"] > 0
@@ -35,7 +35,7 @@ def test_models_lists_the_catalog(run: Run) -> None:
     assert any(row.startswith("vit-tiny ") for row in rows)
     assert {row.index(row.split()[2]) for row in rows} == {head.index("task")}
     assert "config.json" in ran.stderr
-    entries = json.loads(run("models", "--json").stdout)
+    entries = run("models", "--json").document
     assert [entry["name"] for entry in entries] == [row.split()[0] for row in rows]
     assert all(entry["parameters"] > 0 for entry in entries)
 
@@ -61,7 +61,7 @@ def test_studies_lists_the_study(studied: Studied, run: Run) -> None:
 
 
 def test_studies_as_json(studied: Studied, run: Run) -> None:
-    (entry,) = json.loads(run("studies", "--storage", studied.storage, "--json").stdout)
+    (entry,) = run("studies", "--storage", studied.storage, "--json").document
     assert entry["study"] == "tiny"
     assert entry["model"] == TINY_MODEL
     assert (entry["trials"], entry["completed"], entry["failed"]) == (3, 3, 0)
@@ -73,7 +73,7 @@ def test_studies_of_an_empty_database(run: Run) -> None:
     ran = run("studies")
     assert (ran.code, ran.stdout) == (0, "")
     assert "autotune search" in ran.stderr
-    assert json.loads(run("studies", "--json").stdout) == []
+    assert run("studies", "--json").document == []
 
 
 def test_the_environment_variable_names_the_database(
@@ -103,7 +103,7 @@ def test_show_has_the_summary_and_a_line_a_trial(studied: Studied, run: Run) -> 
 
 
 def test_show_as_json_is_what_the_search_printed(studied: Studied, run: Run) -> None:
-    assert json.loads(run("show", "tiny", "--storage", studied.storage, "--json").stdout) == studied.document
+    assert run("show", "tiny", "--storage", studied.storage, "--json").document == studied.document
 
 
 def test_export_as_json_goes_to_stdout_alone(studied: Studied, run: Run) -> None:

@@ -1,15 +1,14 @@
 """Test ``search --dry-run``: what it says, and that nothing is written."""
 
-import json
 from pathlib import Path
 
 from command_line import TINY_SEARCH, Run
 
 
 def test_it_says_what_would_be_tried_and_writes_nothing(run: Run, folder: Path) -> None:
-    ran = run(*TINY_SEARCH, "--effective-batch", "16", "--trials", "3", "--precision", "fp32", "--dry-run", "--json")
-    assert ran.code == 0, ran.stderr
-    document = json.loads(ran.stdout)
+    document = run(
+        *TINY_SEARCH, "--effective-batch", "16", "--trials", "3", "--precision", "fp32", "--dry-run", "--json"
+    ).document
     assert document["batches"] == [[1, 16], [2, 8], [4, 4], [8, 2], [16, 1]]
     assert document["configurations"] == ["fp32", "fp32, checkpointing"]
     assert document["trials"] == 3

@@ -219,7 +219,7 @@ def test_a_limit_under_which_nothing_fits(tmp_path: Path) -> None:
     error, hint = ran.stderr.splitlines()[-2:]
     assert error.startswith("autotune: error: nothing fits under 67.9 MiB (70.0 MiB less headroom)")
     assert "--memory-limit" in hint
-    shown = json.loads(run_process("show", "tight", "--json", folder=tmp_path).stdout)
+    shown = run_process("show", "tight", "--json", folder=tmp_path).document
     assert shown["best"] is None
     assert [trial["state"] for trial in shown["trials"]] == ["out_of_memory"]
     assert run_process("export", "tight", folder=tmp_path).code == 7

@@ -1,6 +1,5 @@
 """Test Ctrl-C, as a terminal sends it, during a real search with real trials."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -101,7 +100,7 @@ def test_once_ends_after_the_running_trial(search: Search) -> None:
     assert "note: the search is interrupted: autotune resume slow continues it" in stdout
     for next_one in ("export slow >", "resume slow", "show slow"):
         assert f"  autotune {next_one}" in stdout
-    document = json.loads(run_process("show", "slow", "--json", folder=search.folder).stdout)
+    document = run_process("show", "slow", "--json", folder=search.folder).document
     assert document["state"] == "interrupted"
     assert {trial["state"] for trial in document["trials"]} == {"completed"}
     assert len(document["trials"]) >= 2
@@ -120,7 +119,7 @@ def test_twice_ends_at_once(search: Search) -> None:
     assert len(stopped) == 1
     assert stopped[0].endswith(")\n")
     assert "every trial is recorded in the study slow; autotune resume slow goes on with it\n" in search.lines
-    document = json.loads(run_process("show", "slow", "--json", folder=search.folder).stdout)
+    document = run_process("show", "slow", "--json", folder=search.folder).document
     assert document["state"] == "interrupted"
     assert document["trials"][-1]["state"] == "failed"
     assert document["trials"][-1]["reason"] == "interrupted"
