@@ -70,13 +70,15 @@ def classify(*words: str) -> Workload:
     return script("python", SCRIPT, "--train_file", "train.csv", "--do_train", "--output_dir", "out", *words)
 
 
-def check_sane(answer: Answer, candidate: Candidate) -> None:
-    """What holds for every trial of one's own that completed."""
+def sane(server: ServerClient, workload: Workload, candidate: Candidate, **changes: bool) -> Answer:
+    """Run a trial of one's own that completes, with what holds for each of them."""
+    answer = server.trial(workload, candidate, **changes)
     measured = answer.completed.measurement
     assert measured.samples_per_second == pytest.approx(candidate.samples_per_step / measured.step_seconds)
     assert len(measured.step_seconds_each) == QUICK.max_steps
     assert 0 < measured.optimizer_seconds < measured.step_seconds
     assert math.isfinite(measured.train_loss)
+    return answer
 
 
 def files(folder: Path) -> set[str]:
@@ -89,9 +91,7 @@ def test_an_example_script_is_measured_and_writes_nothing(trial_server: ServerCl
     (folder / "out" / "kept").write_text("a folder that is not empty trips the script's own check")
     eager = ("--eval_strategy", "steps", "--eval_steps", "1", "--do_eval", "--validation_file", "train.csv")
     workload = classify(*eager, "--save_steps", "1", "--logging_steps", "1", "--push_to_hub", "--report_to", "all")
-    candidate = Candidate(Arm("bf16", gradient_checkpointing=True), 16, 2)
-    answer = trial_server.trial(workload, candidate)
-    check_sane(answer, candidate)
+    answer = sane(trial_server, workload, Candidate(Arm("bf16", gradient_checkpointing=True), 16, 2))
     assert answer.completed.measurement.micro_steps_run == 2
     assert [progress.phase for progress in answer.progress if progress.phase] == ["device", "script", "train"]
     assert answer.messages[-1]["exit_code"] == 0
@@ -107,8 +107,7 @@ def test_a_host_that_goes_on_keeps_the_scripts_other_settings_of_accelerate(
     own = "accelerator_config={'even_batches': False, 'non_blocking': False}"
     says = "print(t.accelerator.even_batches, t.accelerator.non_blocking, t.args.logging_nan_inf_filter)"
     candidate = Candidate(Arm(non_blocking=True), 16, 2)
-    answer = trial_server.trial(inline(folder, f"t = trainer({own})\n{says}\nt.train()"), candidate)
-    check_sane(answer, candidate)
+    answer = sane(trial_server, inline(folder, f"t = trainer({own})\n{says}\nt.train()"), candidate)
     assert "False True False" in answer.log.splitlines()
 
 
@@ -153,10 +152,9 @@ def test_tokens_are_counted_without_padding(trial_server: ServerClient, folder: 
 
 def test_garbage_collection_leaves_alone_what_the_server_imported(trial_server: ServerClient, folder: Path) -> None:
     workload = inline(folder, "import gc\nprint(gc.get_freeze_count(), 'objects are frozen')\ntrainer().train()\n")
-    answer = trial_server.trial(workload, Candidate(Arm(), 2))
+    answer = sane(trial_server, workload, Candidate(Arm(), 2))
     (frozen,) = re.findall(r"^(\d+) objects are frozen$", answer.log, flags=re.MULTILINE)
     assert int(frozen) > 100_000
-    check_sane(answer, Candidate(Arm(), 2))
 
 
 def test_what_an_unmodified_script_would_do_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
@@ -176,7 +174,7 @@ def test_arguments_from_a_json_file_are_overlaid_as_well(trial_server: ServerCli
     (folder / "settings.json").write_text(json.dumps(settings))
     workload = script(SCRIPT, "settings.json")
     assert trial_server.model(workload).own.per_device_train_batch_size == 2
-    check_sane(trial_server.trial(workload, Candidate(Arm(), 8)), Candidate(Arm(), 8))
+    sane(trial_server, workload, Candidate(Arm(), 8))
     assert files(folder) == {"train.csv", "settings.json"}
 
 
@@ -187,9 +185,7 @@ def test_a_subclass_of_the_arguments_is_overlaid_and_a_module_is_run(
     monkeypatch.chdir(OWN_CODE)
     workload = script("python", "-m", "summarize_texts", "--output_dir", str(folder / "out"), "--eval_strategy=epoch",
                       "--predict_with_generate", "true")  # fmt: skip
-    candidate = Candidate(Arm(attn_implementation=ATTENTION, optim="adafactor"), 8, 2)
-    answer = trial_server.trial(workload, candidate)
-    check_sane(answer, candidate)
+    answer = sane(trial_server, workload, Candidate(Arm(attn_implementation=ATTENTION, optim="adafactor"), 8, 2))
     assert "all done" not in answer.log
     assert not (folder / "out").exists()
 
@@ -237,8 +233,7 @@ def test_a_part_of_a_long_accumulation_stands_for_the_whole(trial_server: Server
 
 def test_a_trainer_of_one_s_own_is_measured(trial_server: ServerClient, folder: Path) -> None:
     candidate = Candidate(Arm("bf16", gradient_checkpointing=True, optim="adafactor"), 16, 2)
-    answer = trial_server.trial(trainer("build"), candidate)
-    check_sane(answer, candidate)
+    answer = sane(trial_server, trainer("build"), candidate)
     assert "training begins" in answer.log
     assert "trains with 16 × 2, bf16 True, checkpointing True, adafactor" in answer.log
     assert "training is over" not in answer.log
@@ -248,27 +243,24 @@ def test_a_trainer_of_one_s_own_is_measured(trial_server: ServerClient, folder: 
 
 
 def test_a_trainer_of_one_s_own_has_levers_without_a_field(trial_server: ServerClient, folder: Path) -> None:
-    candidate = Candidate(Arm("bf16", unpadded=True), 16, 2)
-    check_sane(trial_server.trial(trainer("build"), candidate), candidate)
+    sane(trial_server, trainer("build"), Candidate(Arm("bf16", unpadded=True), 16, 2))
     graphed = trial_server.trial(trainer("build"), Candidate(Arm(cuda_graphs=True), 16, 2)).failed
     assert graphed.message == "CUDA graphs need a CUDA device; the training is on cpu"
 
 
 def test_the_baseline_is_unmodified(trial_server: ServerClient, folder: Path) -> None:
-    candidate = Candidate(Arm(), 4, 2)
-    answer = trial_server.trial(trainer("build"), candidate, unmodified=True)
-    check_sane(answer, candidate)
+    answer = sane(trial_server, trainer("build"), Candidate(Arm(), 4, 2), unmodified=True)
     assert "trains with 4 × 2, bf16 False, checkpointing False, adamw_torch" in answer.log
 
 
 def test_arguments_that_are_made_twice_keep_the_overlay(trial_server: ServerClient, folder: Path) -> None:
     own = trial_server.model(trainer("copy_arguments")).own
     assert (own.per_device_train_batch_size, own.gradient_accumulation_steps) == (4, 1)
-    check_sane(trial_server.trial(trainer("copy_arguments"), Candidate(Arm(), 8, 3)), Candidate(Arm(), 8, 3))
+    sane(trial_server, trainer("copy_arguments"), Candidate(Arm(), 8, 3))
 
 
 def test_a_function_finds_no_options_on_its_command_line(trial_server: ServerClient, folder: Path) -> None:
-    check_sane(trial_server.trial(trainer("parse_options"), Candidate(Arm(), 8)), Candidate(Arm(), 8))
+    sane(trial_server, trainer("parse_options"), Candidate(Arm(), 8))
 
 
 USES_ALL_UP = """
@@ -300,8 +292,8 @@ def test_fields_that_code_sets_once_its_arguments_are_made_are_set_again(
     workload, model = trial_server.prepared(inline(folder, text))
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (8, 4)
     assert (model.interface.made_from, model.interface.place) == ("code", "run.py:7")
-    check_sane(trial_server.trial(workload, Candidate(Arm(), 4, 2)), Candidate(Arm(), 4, 2))
-    check_sane(trial_server.trial(workload, Candidate(Arm(), 8, 4), unmodified=True), Candidate(Arm(), 8, 4))
+    sane(trial_server, workload, Candidate(Arm(), 4, 2))
+    sane(trial_server, workload, Candidate(Arm(), 8, 4), unmodified=True)
     # A callback is later still.
     late = """
 from transformers import TrainerCallback
@@ -330,8 +322,8 @@ def test_what_one_compiles_by_its_backend_alone_is_known_and_can_be_left_uncompi
     """``torch_compile_backend`` compiles whatever ``torch_compile`` says."""
     workload = inline(folder, "trainer(torch_compile_backend='eager', use_liger_kernel=False).train()\n")
     assert trial_server.model(workload).own.candidate() == Candidate(Arm(torch_compile=True), 8, 1)
-    check_sane(trial_server.trial(workload, Candidate(Arm(), 4)), Candidate(Arm(), 4))
-    check_sane(trial_server.trial(workload, Candidate(Arm(torch_compile=True), 4)), Candidate(Arm(), 4))
+    sane(trial_server, workload, Candidate(Arm(), 4))
+    sane(trial_server, workload, Candidate(Arm(torch_compile=True), 4))
 
 
 @pytest.mark.parametrize(
@@ -360,8 +352,7 @@ def test_a_script_that_catches_everything_is_stopped_all_the_same(
     trial_server: ServerClient, folder: Path, kind: str
 ) -> None:
     text = f"try:\n    trainer().train()\n{kind}:\n    print('goes on')\nprint('goes on')\n"
-    answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4))
-    check_sane(answer, Candidate(Arm(), 4))
+    answer = sane(trial_server, inline(folder, text), Candidate(Arm(), 4))
     assert "goes on" not in answer.log
 
 
@@ -447,8 +438,7 @@ trainer.train()
 def test_what_is_set_after_the_arguments_were_made_is_kept_quiet_too(trial_server: ServerClient, folder: Path) -> None:
     workload = inline(folder, SPEAKS_UP_LATER)
     trial_server.inspect(workload)
-    answer = trial_server.trial(workload, Candidate(Arm(), 4))
-    check_sane(answer, Candidate(Arm(), 4))
+    answer = sane(trial_server, workload, Candidate(Arm(), 4))
     assert "reports to []" in answer.log
     assert "pushes" not in answer.log
     assert files(folder) == {"train.csv", "run.py"}
@@ -468,9 +458,7 @@ def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_serv
     assert trial_server.model(both).always_checkpoints
     by_arguments = trial_server.model(inline(folder, "trainer(gradient_checkpointing=True).train()"))
     assert (by_arguments.always_checkpoints, by_arguments.own.gradient_checkpointing) == (False, True)
-    candidate = Candidate(Arm(gradient_checkpointing=True), 4)
-    answer = trial_server.trial(inline(folder, text), candidate)
-    check_sane(answer, candidate)
+    answer = sane(trial_server, inline(folder, text), Candidate(Arm(gradient_checkpointing=True), 4))
     assert "is_gradient_checkpointing" not in answer.log
 
 
@@ -569,7 +557,7 @@ def test_a_callback_that_stops_the_training_fails_no_trial(trial_server: ServerC
     stops = "from transformers import TrainerCallback\nclass Stop(TrainerCallback):\n"
     stops += "    def on_step_end(self, args, state, control, **_):\n        control.should_training_stop = True\n"
     text = stops + "own = trainer(per_device_train_batch_size=8)\nown.add_callback(Stop)\nown.train()\n"
-    check_sane(trial_server.trial(inline(folder, text), Candidate(Arm(), 8)), Candidate(Arm(), 8))
+    sane(trial_server, inline(folder, text), Candidate(Arm(), 8))
 
 
 def test_a_run_of_wandb_is_started_by_no_mode(trial_server: ServerClient, folder: Path) -> None:
@@ -600,7 +588,7 @@ def test_cache_files_that_a_trial_makes_are_removed_with_it(
     trial_server.inspect(workload)
     before = {path.name for path in (folder / "data").glob("cache-*")}
     assert len(before) == 1
-    check_sane(trial_server.trial(workload, Candidate(Arm(), 8)), Candidate(Arm(), 8))
+    sane(trial_server, workload, Candidate(Arm(), 8))
     assert {path.name for path in (folder / "data").glob("cache-*")} == before
 
 
