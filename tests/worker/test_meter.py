@@ -1,11 +1,10 @@
 """Test that the CPU meter and the fake meter keep the same contract."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from fake_meter import FakeClock, FakeMeter
 from meter_contract import check_contract
 
@@ -35,9 +34,7 @@ def test_a_fake_that_forgets_its_limit_breaks_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the CPU's meter reads Linux's /proc")
 def test_the_cpu_meter_keeps_the_contract(cpu: Device) -> None:
     environment = server_environment(Placement.of(cpu), os.environ, offline=True)
-    command = [sys.executable, str(CONTRACT), "cpu"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.stdout.strip() == "kept", ended.stderr
+    assert warm.output_of(str(CONTRACT), "cpu", env=environment) == "kept\n"
 
 
 @pytest.mark.parametrize(
