@@ -489,8 +489,7 @@ def _differing() -> Iterator[Training]:
                    RECOMPUTED, "untrained", is_quick=True)  # fmt: skip
     for kind, sizes in (
         ("recurrent_gemma", {"num_hidden_layers": 3, "lru_width": WIDTH}), ("gemma2", {"head_dim": 8}),
-        ("gemma3n_text", {}),
-    )[:2]:  # fmt: skip
+    ):  # fmt: skip
         yield Training(f"{kind}, which caps its logits", "fused loss", causal(kind, **sizes), texts,
                        with_(fused_loss=True), "refused", is_quick=kind == "gemma2")  # fmt: skip
     yield Training("llama, a compute_loss that reads logits", "fused loss", causal("llama", num_key_value_heads=2),

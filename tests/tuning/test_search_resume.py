@@ -187,8 +187,7 @@ class TestCeiling:
         return prepare(dataclasses.replace(request(memory_limit_bytes=None), device=device), FACTS)
 
     def test_stays_what_it_was_when_the_study_began(self, store: Store) -> None:
-        observer, interruption = interrupt_after(2)
-        search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, given=self.with_free(24 * GIB))
+        interrupted_search(store, 2, given=self.with_free(24 * GIB))
         rest = RecordedRunner(EFFECTIVE_64)
         run = search(store, rest, given=self.with_free(20 * GIB))
         assert {job.cap_bytes for job in rest.jobs} == {23956 * MIB}
@@ -196,14 +195,12 @@ class TestCeiling:
         assert any("only 19.4 GiB" in note and "23.4 GiB" in note for note in run.observer.notes)
 
     def test_a_little_less_within_the_headroom_is_not_worth_a_word(self, store: Store) -> None:
-        observer, interruption = interrupt_after(3)
-        search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, given=self.with_free(24 * GIB))
+        interrupted_search(store, 3, given=self.with_free(24 * GIB))
         run = search(store, RecordedRunner(EFFECTIVE_64), given=self.with_free(24 * GIB - 500 * MIB))
         assert run.observer.notes == ["continuing the study bert, 3 trials recorded"]
 
     def test_more_that_is_free_now_is_not_used(self, store: Store) -> None:
-        observer, interruption = interrupt_after(3)
-        search(store, RecordedRunner(EFFECTIVE_64), observer, interruption, given=self.with_free(20 * GIB))
+        interrupted_search(store, 3, given=self.with_free(20 * GIB))
         rest = RecordedRunner(EFFECTIVE_64)
         run = search(store, rest, given=self.with_free(100 * GIB))
         assert {job.cap_bytes for job in rest.jobs} == {20 * GIB - 620 * MIB}

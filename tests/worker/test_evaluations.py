@@ -7,7 +7,7 @@ from server_client import ServerClient
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.outcome import Effort
-from autotune.core.training_source import TrainingSource, find_loop, find_script
+from autotune.core.training_source import find_loop, find_script
 from autotune.core.workload import Workload
 from autotune.worker.trial.measure import Evaluations
 
@@ -74,28 +74,13 @@ Trainer(Net(), arguments, train_dataset=data, callbacks=[Validates()]).train()
 """
 
 
-def accelerate(folder: Path) -> TrainingSource:
-    (folder / "run.py").write_text(MODELS + ACCELERATE)
-    return find_script(["run.py"])
-
-
-def loop(folder: Path) -> TrainingSource:
-    (folder / "run.py").write_text(MODELS + LOOP)
-    return find_loop("run.py:train")
-
-
-def trainer(folder: Path) -> TrainingSource:
-    (folder / "run.py").write_text(MODELS + TRAINER)
-    return find_script(["run.py"])
-
-
-@pytest.mark.parametrize("source", [accelerate, loop, trainer])
-def test_a_validation_in_the_loop_is_no_part_of_the_steps(
-    trial_server: ServerClient, folder: Path, source: object
-) -> None:
+@pytest.mark.parametrize("text", [ACCELERATE, LOOP, TRAINER], ids=["accelerate", "loop", "trainer"])
+def test_a_validation_in_the_loop_is_no_part_of_the_steps(trial_server: ServerClient, folder: Path, text: str) -> None:
     """Of eleven steps or more two are of warm-up, the fifth and the tenth validate."""
-    workload, _ = trial_server.prepared(Workload.of_source(source(folder)))  # type: ignore[operator]
-    optim = "adamw_torch_fused" if source is trainer else OWN_OPTIM
+    (folder / "run.py").write_text(MODELS + text)
+    source = find_loop("run.py:train") if text is LOOP else find_script(["run.py"])
+    workload, _ = trial_server.prepared(Workload.of_source(source))
+    optim = "adamw_torch_fused" if text is TRAINER else OWN_OPTIM
     answer = trial_server.trial(workload, Candidate(Arm(optim=optim), 8), EFFORT)
     measured = answer.completed.measurement
     trained, validations, timed = *map(answer.log.count, ("trained", "validates")), len(measured.step_seconds_each)

@@ -88,20 +88,22 @@ _OTHERS = [
     ("gpt2-tiny", "causal-lm", "tf32", True), ("vit-tiny", "image-classification", "fp32", True),
     ("llama-tiny", "causal-lm", "tf32", False), _LAST,
 ]  # fmt: skip
-_SCALED = """
+_BEGINS = """
 import json
 import sys
+from autotune.core.candidate import Arm
+from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
 from autotune.models.resolve import resolve_model
-from autotune.core.candidate import Arm
+from autotune.training import loss
+from autotune.worker.fake import step as module
 from autotune.worker.fake.memory import replay
-from autotune.worker.fake.memory import ScalableStep
-from autotune.worker.fake.step import FakeTraining
+from autotune.worker.fake.step import FakeTraining, ScalableStep, anatomy
 from autotune.worker.fake.tracer import StorageTracer
-from autotune.worker.fake.step import anatomy
-from autotune.core.workload import Workload
 
 chip = CHIPS["h200"]
+"""
+_SCALED = """
 repeat = StorageTracer.repeat_micro_step
 were_repeated = []
 peaks = []
@@ -140,13 +142,8 @@ print(json.dumps({"peaks": peaks, "inputs": inputs, "grown": grown, "bytes": ste
 )
 def scaled(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What traces show; the sample has an encoder, a model of both halves, 16-bit floats of both kinds, checkpoints."""
-    answer: dict[str, Any] = json.loads(warm.output_of("-c", _SCALED, json.dumps(request.param)))
+    answer: dict[str, Any] = json.loads(warm.output_of("-c", _BEGINS + _SCALED, json.dumps(request.param)))
     return answer
-
-
-@pytest.fixture(scope="module")
-def scaled_peaks(scaled: dict[str, Any]) -> list[tuple[int, int, int, dict[str, int], bool]]:
-    return [tuple(row) for row in scaled["peaks"]]
 
 
 def test_the_inputs_of_all_micro_steps_are_there_at_once(scaled: dict[str, Any]) -> None:
@@ -160,55 +157,43 @@ def test_the_inputs_of_all_micro_steps_are_there_at_once(scaled: dict[str, Any])
     assert grown_reserved >= grown_allocated
 
 
-def test_one_batch_says_what_another_needs(scaled_peaks: list[tuple[int, int, int, dict[str, int], bool]]) -> None:
-    for scaled, direct, _, _, _ in scaled_peaks:
-        assert scaled == pytest.approx(direct, rel=2e-3)
+def test_one_batch_says_what_another_needs(scaled: dict[str, Any]) -> None:
+    for told, direct, _, _, _ in scaled["peaks"]:
+        assert told == pytest.approx(direct, rel=2e-3)
 
 
-def test_a_micro_step_that_is_repeated_is_the_one_that_would_be_traced(
-    scaled_peaks: list[tuple[int, int, int, dict[str, int], bool]],
-) -> None:
-    assert all(same for *_, same in scaled_peaks)
+def test_a_micro_step_that_is_repeated_is_the_one_that_would_be_traced(scaled: dict[str, Any]) -> None:
+    assert all(same for *_, same in scaled["peaks"])
 
 
-def test_the_anatomy_adds_up_to_the_peak(scaled_peaks: list[tuple[int, int, int, dict[str, int], bool]]) -> None:
-    for scaled, _, whole, parts, _ in scaled_peaks:
+def test_the_anatomy_adds_up_to_the_peak(scaled: dict[str, Any]) -> None:
+    for told, _, whole, parts, _ in scaled["peaks"]:
         # Every block is rounded up to 512 bytes, and some hold a little more than was asked.
-        assert whole <= scaled <= whole * 1.1 + MIB
+        assert whole <= told <= whole * 1.1 + MIB
         assert {"weights", "optimizer", "activations"} <= parts.keys()
 
 
 _FUSED = """
-from autotune.core.candidate import Arm
-from autotune.core.workload import Workload
-from autotune.devices.gpus import CHIPS
-from autotune.models.resolve import resolve_model
-from autotune.training import loss
-from autotune.worker.fake import step
-from autotune.worker.fake.memory import replay
-from autotune.worker.fake.step import FakeTraining
-
 workload = Workload("llama-tiny", resolve_model("llama-tiny").config, "causal-lm", 512)
 words = workload.config["vocab_size"]
 loss._PARTED_FROM = 1
 loss._LOGITS_AT_ONCE = 512 * 8 * words
-chip = CHIPS["h200"]
 for precision in ("bf16", "tf32"):
     training = FakeTraining(workload, Arm(precision, True, fused_loss=True), chip)
     scaled = training.step()
-    as_one_piece = step._noting_pieces
+    as_one_piece = module._noting_pieces
     for batch in (4, 32):
         told = replay(scaled.at(batch, chip, accumulation=2)).peak_allocated_bytes
-        step._noting_pieces = step.contextlib.nullcontext
-        ran = replay(step.ScalableStep(training.trace(batch), batch).at(batch, chip, accumulation=2))
-        step._noting_pieces = as_one_piece
+        module._noting_pieces = module.contextlib.nullcontext
+        ran = replay(ScalableStep(training.trace(batch), batch).at(batch, chip, accumulation=2))
+        module._noting_pieces = as_one_piece
         print(told, ran.peak_allocated_bytes)
 
 masked = Workload("bert-tiny", resolve_model("bert-tiny").config, "masked-lm", 512)
 for sparse in (False, True):
     training = FakeTraining(masked, Arm("bf16", sparse_prediction=sparse), chip)
     told = replay(training.step().at(16, chip, accumulation=2)).peak_allocated_bytes
-    ran = replay(step.ScalableStep(training.trace(16), 16).at(16, chip, accumulation=2)).peak_allocated_bytes
+    ran = replay(ScalableStep(training.trace(16), 16).at(16, chip, accumulation=2)).peak_allocated_bytes
     print(told, ran)
 
 # So many weights that they are most of what is there at the end of the forward pass.
@@ -222,7 +207,9 @@ for uncached in (False, True):
 
 def test_losses_of_fewer_logits_need_what_their_pieces_need() -> None:
     """Traced as one piece and scaled, or in the pieces that run: one of them at a batch of 4, four at one of 32."""
-    *peaks, cached, uncached = [tuple(map(int, line.split())) for line in warm.output_of("-c", _FUSED).splitlines()]
+    *peaks, cached, uncached = [
+        tuple(map(int, line.split())) for line in warm.output_of("-c", _BEGINS + _FUSED).splitlines()
+    ]
     assert len(peaks) == 6
     whole, sparse = peaks[-2:]
     # Three sixteenths of the logits, which are most of what a small model has.
@@ -234,16 +221,9 @@ def test_losses_of_fewer_logits_need_what_their_pieces_need() -> None:
 
 
 _OFFLOADED = """
-from autotune.core.candidate import Arm
-from autotune.core.workload import Workload
-from autotune.devices.gpus import CHIPS
-from autotune.models.resolve import resolve_model
-from autotune.worker.fake.memory import replay
-from autotune.worker.fake.step import FakeTraining
-
 workload = Workload("llama-tiny", resolve_model("llama-tiny").config, "causal-lm", 512)
 for offloads in (False, True):
-    training = FakeTraining(workload, Arm("bf16", True, offload_activations=offloads), CHIPS["h200"])
+    training = FakeTraining(workload, Arm("bf16", True, offload_activations=offloads), chip)
     print(replay(training.trace(8).events).peak_allocated_bytes)
 """
 
@@ -253,6 +233,6 @@ for offloads in (False, True):
 )
 def test_offloaded_inputs_of_layers_are_not_on_the_gpu_where_memory_is_highest() -> None:
     config = resolve_model("llama-tiny").config
-    kept, offloaded = map(int, warm.output_of("-c", _OFFLOADED).split())
+    kept, offloaded = map(int, warm.output_of("-c", _BEGINS + _OFFLOADED).split())
     # Inputs of layers are float32 under autocast; memory is highest at the loss, when all of them are kept.
     assert kept - offloaded == config["num_hidden_layers"] * 8 * 512 * config["hidden_size"] * 4
