@@ -5,35 +5,66 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+)
+
+from autotune.training import apply
+from autotune.training.possible import obstacles
 
 pytestmark = pytest.mark.gpu
+
+
+def model_of(kind: str, vocabulary: int = 200, layers: int = 2, width: int = 64, heads: int = 2, **changes: Any) -> Any:
+    """Return a small model of a kind, with the same weights each time."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=2 * width,
+        vocab_size=vocabulary, **changes,
+    )  # fmt: skip
+    return (AutoModelForSequenceClassification if kind == "bert" else AutoModelForCausalLM).from_config(config)
+
+
+def trainer_of(model: Any, data: Any, folder: Path, collate: Any = None, evaluated: Any = None, **fields: Any) -> Any:
+    """Return a trainer that reports nothing and saves nothing."""
+    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    arguments = TrainingArguments(output_dir=str(folder), **quiet | fields)
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=evaluated, data_collator=collate)
+
+
+def logged(trainer: Any, name: str = "loss") -> list[float]:
+    """Return what was logged under a name."""
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pad texts, of which every token has a label."""
+
+    def stack(fill: int, values: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
+
+    ids = [row["input_ids"] for row in rows]
+    mask = stack(0, [torch.ones_like(each) for each in ids])
+    return {"input_ids": stack(0, ids), "labels": stack(-100, ids), "attention_mask": mask}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_graphs_train_as_eager_steps_do(accumulation: int, precision: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForSequenceClassification, Trainer, TrainingArguments
-
-    from autotune.training import apply
-
     data = [{"input_ids": torch.randint(5, 200, (32,)), "labels": torch.tensor(i % 2)} for i in range(512)]
 
     def train(**levers: Any) -> tuple[list[float], torch.Tensor, int]:
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(
-            "bert", hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=200
-        )
-        model = AutoModelForSequenceClassification.from_config(config)
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=8, gradient_accumulation_steps=accumulation,
-            max_steps=8, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
-            bf16=precision == "bf16", fp16=precision == "fp16",
+        trainer = trainer_of(
+            model_of("bert"), data, tmp_path, per_device_train_batch_size=8, gradient_accumulation_steps=accumulation,
+            max_steps=8, bf16=precision == "bf16", fp16=precision == "fp16",
         )  # fmt: skip
-        trainer = apply(Trainer(model=model, args=arguments, train_dataset=data), unpadded=True, **levers)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-        return losses, weights, getattr(trainer.training_step, "replays", 0)
+        apply(trainer, unpadded=True, **levers).train()
+        weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        return logged(trainer), weights, getattr(trainer.training_step, "replays", 0)
 
     losses, weights, _ = train()
     again, _, _ = train()
@@ -48,36 +79,16 @@ def test_graphs_train_as_eager_steps_do(accumulation: int, precision: str, tmp_p
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_graphs_recompute_as_eager_steps_do(accumulation: int, compiled: bool, tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-
-    from autotune.training import apply
-
     rows = [torch.randint(5, 200, (32 + 16 * (at % 3),)) for at in range(128)]
     data = [{"input_ids": row, "labels": row} for row in rows]
 
-    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-        ids, labels = (
-            torch.nn.utils.rnn.pad_sequence([row[name] for row in samples], batch_first=True, padding_value=padding)
-            for name, padding in (("input_ids", 0), ("labels", -100))
-        )
-        return {"input_ids": ids, "labels": labels, "attention_mask": (labels != -100).long()}
-
     def train(**levers: Any) -> tuple[list[float], int]:
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(
-            "llama", hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=128, vocab_size=200
-        )
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=accumulation,
-            max_steps=12, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, bf16=True,
-            gradient_checkpointing=True, torch_compile=compiled,
+        trainer = trainer_of(
+            model_of("llama", layers=4), data, tmp_path, padded, per_device_train_batch_size=4, max_steps=12, bf16=True,
+            gradient_accumulation_steps=accumulation, gradient_checkpointing=True, torch_compile=compiled,
         )  # fmt: skip
-        model = AutoModelForCausalLM.from_config(config)
-        trainer = Trainer(model=model, args=arguments, train_dataset=data, data_collator=collate)
-        apply(trainer, length_multiple=64, regional_compilation=compiled, **levers)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return losses, getattr(trainer.training_step, "replays", 0)
+        apply(trainer, length_multiple=64, regional_compilation=compiled, **levers).train()
+        return logged(trainer), getattr(trainer.training_step, "replays", 0)
 
     losses, _ = train()
     graphed, replays = train(cuda_graphs=True)
@@ -86,22 +97,12 @@ def test_graphs_recompute_as_eager_steps_do(accumulation: int, compiled: bool, t
 
 
 def test_an_evaluation_gets_the_memory_of_graphs(tmp_path: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-
-    from autotune.training import apply
-
     ids = torch.randint(5, 32000, (64, 512))
-    config = AutoConfig.for_model(
-        "llama", hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=32000
-    )
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=8, per_device_eval_batch_size=8, max_steps=16, bf16=True,
-        eval_strategy="steps", eval_steps=6, logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True,
-    )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in ids]
-    trainer: Any = Trainer(
-        model=AutoModelForCausalLM.from_config(config), args=arguments, train_dataset=data, eval_dataset=data[:8]
-    )
+    trainer = trainer_of(
+        model_of("llama", 32000, 4, 256, 4), data, tmp_path, evaluated=data[:8], per_device_train_batch_size=8,
+        per_device_eval_batch_size=8, max_steps=16, bf16=True, eval_strategy="steps", eval_steps=6,
+    )  # fmt: skip
     apply(trainer, unpadded=True, cuda_graphs=True)
     evaluate, replays, limited = trainer.evaluation_loop, [], []
 
@@ -144,21 +145,14 @@ class Keeps(torch.nn.Module):
 def test_eager_micro_steps_take_the_memory_of_graphs_and_keep_none_that_a_graph_uses(
     keeps: bool, tmp_path: Path
 ) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    from autotune.training import apply
-
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), per_device_train_batch_size=512, max_steps=30, report_to="none", save_strategy="no",
-        disable_tqdm=True, remove_unused_columns=False,
-    )  # fmt: skip
     model, reserved, same = Keeps(), [], []
     shapes = iter([128] * 6 + [64] * 2 + [128, 64, 64, 128] * 6)
 
     def collate(rows: list[Any]) -> dict[str, torch.Tensor]:
         return {"x": torch.randn(len(rows), next(shapes), 64)}
 
-    trainer: Any = Trainer(model=model, args=arguments, train_dataset=[{"x": 0}] * 20000, data_collator=collate)
+    fields = {"per_device_train_batch_size": 512, "max_steps": 30, "logging_steps": 500, "remove_unused_columns": False}
+    trainer = trainer_of(model, [{"x": 0}] * 20000, tmp_path, collate, **fields)
     steps = apply(trainer, cuda_graphs=True).training_step
 
     def step(*given: Any) -> torch.Tensor:
@@ -193,41 +187,19 @@ LENGTHS = {
 def test_texts_of_different_lengths_train_in_graphs_as_they_do_padded(
     accumulation: int, levers: dict[str, Any], shapes: int, tmp_path: Path
 ) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-
-    from autotune.training import apply
-
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(8, 193, (1024,), generator=generator).tolist()
     data = [{"input_ids": torch.randint(5, 1000, (tokens,), generator=generator)} for tokens in lengths]
 
-    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        def stack(fill: int, values: list[torch.Tensor]) -> torch.Tensor:
-            return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill)
-
-        ids = [row["input_ids"] for row in rows]
-        mask = stack(0, [torch.ones_like(each) for each in ids])
-        return {"input_ids": stack(0, ids), "labels": stack(-100, ids), "attention_mask": mask}
-
     def train(**settings: Any) -> tuple[list[float], list[float], Any]:
-        torch.manual_seed(0)
-        config = AutoConfig.for_model(
-            "qwen2", hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=256, vocab_size=1000,
-        )  # fmt: skip
         compiled = {"torch_compile": True} if settings.get("regional_compilation") else {}
-        arguments = TrainingArguments(
-            output_dir=str(tmp_path), per_device_train_batch_size=8, gradient_accumulation_steps=accumulation,
-            max_steps=60 // accumulation, eval_strategy="steps", eval_steps=10, logging_steps=1, report_to="none",
-            save_strategy="no", disable_tqdm=True, bf16=True, remove_unused_columns=False, **compiled,
+        trainer = trainer_of(
+            model_of("qwen2", 1000, 4, 128, 4, num_key_value_heads=2), data, tmp_path, padded, data[:32],
+            per_device_train_batch_size=8, gradient_accumulation_steps=accumulation, max_steps=60 // accumulation,
+            eval_strategy="steps", eval_steps=10, bf16=True, remove_unused_columns=False, **compiled,
         )  # fmt: skip
-        model = AutoModelForCausalLM.from_config(config)
-        trainer: Any = Trainer(
-            model=model, args=arguments, train_dataset=data, eval_dataset=data[:32], data_collator=collate
-        )
         apply(trainer, **settings).train()
-        logged = trainer.state.log_history
-        return [e["loss"] for e in logged if "loss" in e], [e["eval_loss"] for e in logged if "eval_loss" in e], trainer
+        return logged(trainer), logged(trainer, "eval_loss"), trainer
 
     losses, evaluated, _ = train()
     again, evaluated_again, trainer = train(**levers, cuda_graphs=True)
@@ -240,27 +212,8 @@ def test_texts_of_different_lengths_train_in_graphs_as_they_do_padded(
 
 def test_a_causal_model_on_a_gpu_can_have_rows_and_few_lengths(tmp_path: Path) -> None:
     """Its loader has put the batches on the GPU; the settings change them before that."""
-    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
-
-    from autotune.training.possible import obstacles
-
-    class Padded:
-        def __call__(self, samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-            longest = max(len(sample["input_ids"]) for sample in samples)
-            ids = torch.stack(
-                [torch.nn.functional.pad(s["input_ids"], (0, longest - len(s["input_ids"]))) for s in samples]
-            )
-            mask = (ids != 0).long()
-            return {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask.bool(), ids, -100)}
-
-    config = AutoConfig.for_model(
-        "llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=128, vocab_size=200
-    )
-    arguments = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=4, bf16=True, report_to="none")
     data = [{"input_ids": torch.randint(5, 200, (8 + 7 * i % 50,))} for i in range(64)]
-    trainer = Trainer(
-        model=AutoModelForCausalLM.from_config(config), args=arguments, train_dataset=data, data_collator=Padded()
-    )
+    trainer = trainer_of(model_of("llama"), data, tmp_path, padded, per_device_train_batch_size=4, bf16=True)
     batches = [batch for batch, _ in zip(trainer.get_train_dataloader(), range(3), strict=False)]
     assert batches[0]["input_ids"].is_cuda
     assert not {"padding_free", "length_multiple", "fused_loss"} & obstacles(trainer, batches).keys()
