@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from bench import OURS, search
 from replay import RecordedPredictions, RecordedRunner, job_of, landscapes, predictions_path, prepared_for
 
@@ -93,16 +92,13 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = [str(ROOT / "studies" / "bench.py"), str(path), "--seeds", "1", "--json", str(file)]
-    ended = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment
-    )
-    assert ended.returncode == 0, ended.stderr
+    said = warm.output_of(*words, cwd=tmp_path, env=environment)
     rows = {row["sampler"]: row for row in json.loads(file.read_text())["rows"]}
     assert {OURS, "TPE", "random", "grid", "whole grid"} <= set(rows)
     assert rows["whole grid"]["trials"]["median"] == 32
     assert rows["grid"]["trials"]["worst"] <= 32
     assert rows[OURS]["times_ours"] == 1.0
-    assert "| roberta-base " in ended.stdout
+    assert "| roberta-base " in said
 
 
 def test_a_trial_in_full_is_charged_for_the_micro_steps_that_were_not_recorded() -> None:

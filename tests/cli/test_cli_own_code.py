@@ -7,10 +7,10 @@ import re
 import shlex
 import shutil
 import sqlite3
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import warm
@@ -36,6 +36,15 @@ class Searched:
         """Another one there."""
         variables = {"HF_DATASETS_CACHE": str(self.folder / "cache")}
         return run_process("search", "--device", "cpu", *words, folder=self.folder, cold=cold, **variables)
+
+
+def check_trained(folder: Path, fields: dict[str, Any]) -> Any:
+    """Compare what a script trained with, which it saved, with these fields."""
+    import torch
+
+    trained = torch.load(folder / "trained" / "training_args.bin", weights_only=False)
+    assert {name: getattr(trained, name) for name in fields} == fields
+    return trained
 
 
 STUDY = ("--study", "mine", "--effective-batch", "16", "--trials", "2")
@@ -95,19 +104,9 @@ def test_the_script_trains_with_what_is_exported(searched: Searched, tmp_path: P
     write_texts(tmp_path / "train.csv")
     opposite = ("--fp16", "true", "--gradient_accumulation_steps", "7", "--optim", "sgd")
     own = (*OWN_SETTINGS, *opposite, "--output_dir", "trained", "--max_steps", "2")
-    ended = warm.run(
-        [sys.executable, SCRIPT[1], *own, *shlex.split(exported.stdout)],
-        cwd=tmp_path,
-        env={**environment(), "HF_DATASETS_CACHE": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert ended.returncode == 0, ended.stderr
-    import torch
-
-    trained = torch.load(tmp_path / "trained" / "training_args.bin", weights_only=False)
-    assert {name: getattr(trained, name) for name in fields} == fields
+    variables = {**environment(), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    warm.output_of(SCRIPT[1], *own, *shlex.split(exported.stdout), cwd=tmp_path, env=variables)
+    check_trained(tmp_path, fields)
     python = run_process("export", "mine", "--format", "python", folder=searched.folder).stdout
     scope: dict[str, object] = {}
     exec(python, scope)
@@ -134,10 +133,7 @@ def test_the_script_is_trained_with_the_winner_and_nothing_of_it_is_edited(searc
     batch, accumulation = fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]
     assert f"set     per_device_train_batch_size={batch}" in ran.stderr
     assert f"the script says gradient_accumulation_steps=7; {accumulation} is set" in ran.stderr
-    import torch
-
-    trained = torch.load(tmp_path / "trained" / "training_args.bin", weights_only=False)
-    assert {name: getattr(trained, name) for name in fields} == fields
+    trained = check_trained(tmp_path, fields)
     assert (trained.max_steps, trained.output_dir) == (2, "trained")
     other = run_process("run", "mine", *storage, "--", "python", str(OWN_CODE / "train_loop.py"), folder=tmp_path)
     check_error(other, 2, "mine was searched with classify_texts.py, not with train_loop.py", "autotune search --")
@@ -156,10 +152,7 @@ def test_each_process_of_a_training_on_several_devices_has_the_winner(searched: 
     ran = run_process(*words, folder=tmp_path, GLOO_SOCKET_IFNAME="lo")
     assert ran.code == 0, ran.stderr
     assert "starts  torchrun --standalone --nproc_per_node 2" in ran.stderr
-    import torch
-
-    trained = torch.load(tmp_path / "trained" / "training_args.bin", weights_only=False)
-    assert {name: getattr(trained, name) for name in fields} == fields
+    check_trained(tmp_path, fields)
 
 
 def test_the_study_is_continued_only_with_the_same_script(searched: Searched) -> None:

@@ -12,9 +12,8 @@ def test_a_device_that_is_not_here(run: Run, studied: Studied) -> None:
 
 
 def test_of_a_spent_budget_shows_the_result_and_no_empty_table(studied: Studied, tmp_path: Path) -> None:
-    storage = tmp_path / "copy.db"
-    shutil.copy(studied.storage, storage)
-    ran = run_process("resume", "tiny", "--storage", str(storage), folder=tmp_path, cold=True)
+    storage = str(shutil.copy(studied.storage, tmp_path / "copy.db"))
+    ran = run_process("resume", "tiny", "--storage", storage, folder=tmp_path, cold=True)
     assert ran.code == 0, ran.stderr
     assert "Best: per-device batch" in ran.stdout
     assert "continuing the study tiny, 3 trials recorded" in ran.stderr
@@ -23,9 +22,8 @@ def test_of_a_spent_budget_shows_the_result_and_no_empty_table(studied: Studied,
 
 def test_goes_on_with_a_larger_budget(studied: Studied, tmp_path: Path) -> None:
     """The trials that are there stay as they are; the new ones have the recorded options."""
-    storage = tmp_path / "copy.db"
-    shutil.copy(studied.storage, storage)
-    words = ("tiny", "--trials", "4", "--storage", str(storage), "--json")
+    storage = str(shutil.copy(studied.storage, tmp_path / "copy.db"))
+    words = ("tiny", "--trials", "4", "--storage", storage, "--json")
     ran = run_process("resume", *words, folder=tmp_path)
     document = ran.document
     assert "continuing the study tiny, 3 trials recorded" in ran.stderr

@@ -21,6 +21,7 @@ from autotune.core.messages import InspectionWork, Job, Problem, Progress, Trial
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
 from autotune.core.placement import Placement
 from autotune.core.schema import decode
+from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
 from autotune.execution.child_process import ChildProcess, server_environment
 from autotune.execution.oneshot import find_protection
@@ -74,6 +75,11 @@ class Answer:
     def progress(self) -> list[Progress]:
         """The progress in its order."""
         return [decode(message["progress"], Progress) for message in self.messages if "progress" in message]
+
+
+def of_command(*words: str) -> Workload:
+    """The workload of a command line of one's own."""
+    return Workload.of_source(find_script(words))
 
 
 class ServerClient:

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 from tiny import QUICK
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Document
@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "own_code" / "accelerate_loop.py"
 
 def inspected(server: ServerClient, *words: str) -> tuple[Workload, Document]:
     """The workload as trials get it, and the model's facts."""
-    return server.prepared(Workload.of_source(find_script(["python", str(SCRIPT), "--output_dir", "out", *words])))
+    return server.prepared(of_command("python", str(SCRIPT), "--output_dir", "out", *words))
 
 
 def candidate(batch: int, accumulation: int, precision: str = "fp32", *, checkpoints: bool = False) -> Candidate:
@@ -104,7 +104,7 @@ def test_a_loader_whose_data_make_the_batches_takes_no_other(
     trial_server: ServerClient, folder: Path, option: str, loader: str, what: str, hint: str
 ) -> None:
     (folder / "run.py").write_text(MAKES_BATCHES.replace("OPTION", option).replace("LOADER", loader))
-    problem = trial_server.inspection(Workload.of_source(find_script(["run.py"]))).problem
+    problem = trial_server.inspection(of_command("run.py")).problem
     assert problem.message == f"the DataLoader of run.py {what}: its data make the batches"
     assert hint in problem.hint
     pasted = find_script(["run.py", f"--{option}", "{batch}"])

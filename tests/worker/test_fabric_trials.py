@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 from tiny import QUICK
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
@@ -52,7 +52,7 @@ def test_an_accumulation_in_the_code_is_left(trial_server: ServerClient, tmp_pat
     script = tmp_path / "train.py"
     text = SCRIPT.read_text().replace("args.gradient_accumulation_steps", "3")
     script.write_text(text.replace('parser.add_argument("--gradient-accumulation-steps", type=int, default=2)', ""))
-    _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
+    _, model = trial_server.prepared(of_command("python", str(script)))
     assert model.interface.searched == ("batch", "precision", "checkpointing")
     assert model.own.gradient_accumulation_steps == 3
 
@@ -63,5 +63,5 @@ def test_a_model_that_is_given_by_name_is_found(trial_server: ServerClient, tmp_
     apart = "fabric.setup_module(module=model), fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))"
     assert together in SCRIPT.read_text()
     script.write_text(SCRIPT.read_text().replace(together, apart))
-    _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
+    _, model = trial_server.prepared(of_command("python", str(script)))
     assert model.class_name == "BertForSequenceClassification"

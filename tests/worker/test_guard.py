@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.training_source import find_script
@@ -84,7 +84,7 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
     trial_server: ServerClient, folder: Path, text: str, message: str, hint: str
 ) -> None:
     (folder / "run.py").write_text(text)
-    workload = Workload.of_source(find_script(["run.py"]))
+    workload = of_command("run.py")
     answer = trial_server.inspection(workload)
     assert answer.problem.message.startswith(message)
     assert hint in answer.problem.hint
@@ -97,7 +97,7 @@ def test_a_training_that_is_not_measured_is_stopped_before_its_first_step(
 
 def test_what_asks_torchrun_for_its_rank_is_told_it_with_placeholders(trial_server: ServerClient, folder: Path) -> None:
     (folder / "run.py").write_text(RANKED)
-    problem = trial_server.inspection(Workload.of_source(find_script(["torchrun", "run.py"]))).problem
+    problem = trial_server.inspection(of_command("torchrun", "run.py")).problem
     assert problem.message.startswith("run.py asks what torchrun tells a process")
     options = "its options are --batch-size, --grad-accum-steps"
     assert f"-- torchrun run.py --batch-size '{{batch}}' ({options}; see" in problem.hint
@@ -112,7 +112,7 @@ def test_what_starts_python_again_is_refused_with_the_whole_command(trial_server
         "import subprocess, sys\nsubprocess.run([sys.executable, 'loop.py', *sys.argv[1:]], check=True)\n"
     )
     long = [word for number in range(60) for word in (f"--option-{number}", "value")]
-    workload = Workload.of_source(find_script(["run.py", "--output_dir", "my/out", *long]))
+    workload = of_command("run.py", "--output_dir", "my/out", *long)
     answer = trial_server.inspection(workload)
     words = shlex.split(answer.problem.hint.partition("-- ")[2])
     assert words == ["python", "loop.py", "--output_dir", "my/out", *long]
@@ -158,5 +158,5 @@ def test_what_trains_nothing_may_run(trial_server: ServerClient, folder: Path, t
     (folder / "peft" / "__init__.py").write_text("")
     (folder / "peft" / "ga.py").write_text("def prepare(loss):\n    loss.backward()\n")
     (folder / "run.py").write_text(text)
-    answer = trial_server.inspection(Workload.of_source(find_script(["run.py"])))
+    answer = trial_server.inspection(of_command("run.py"))
     assert answer.problem.message == message

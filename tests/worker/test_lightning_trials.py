@@ -5,7 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 from test_rehearsal import rehearsed_source
 from tiny import QUICK
 
@@ -51,7 +51,7 @@ def test_tf32_is_seen_as_the_precision_of_a_script_that_allows_it(trial_server: 
     script = tmp_path / "train.py"
     told = 'import torch\ntorch.set_float32_matmul_precision("high")\nimport argparse\n'
     script.write_text(SCRIPT.read_text().replace("import argparse\n", told))
-    _, model = trial_server.prepared(Workload.of_source(find_script(["python", str(script)])))
+    _, model = trial_server.prepared(of_command("python", str(script)))
     assert model.own.precision == "tf32"
 
 

@@ -4,14 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 from tiny import AMPLE_BYTES, tiny_workload
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.placement import RankDevices
 from autotune.core.schema import decode
-from autotune.core.training_source import find_script
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
 from autotune.tuning.look import Looker, small_splits
@@ -85,7 +84,7 @@ def own(folder: Path) -> Any:
 
     def workload(case: str, *words: str) -> Workload:
         (folder / "run.py").write_text(SCRIPT)
-        return Workload.of_source(find_script(("run.py", "--case", case, *words)))
+        return of_command("run.py", "--case", case, *words)
 
     return workload
 
@@ -197,7 +196,7 @@ def split_differs(
 @pytest.mark.parametrize("case", ["negatives", "distances"])
 def test_a_loop_on_accelerate_is_looked_at(trial_server: ServerClient, folder: Path, case: str) -> None:
     (folder / "loop.py").write_text(LOOP)
-    workload, _ = trial_server.prepared(Workload.of_source(find_script(("loop.py", case))))
+    workload, _ = trial_server.prepared(of_command("loop.py", case))
     assert split_differs(trial_server, workload) is (case == "negatives")
 
 
@@ -243,9 +242,7 @@ def test_a_script_with_placeholders_is_looked_at(
     trial_server: ServerClient, folder: Path, kind: str, *, differs: bool
 ) -> None:
     (folder / "loop.py").write_text(PLACEHOLDERS)
-    workload, _ = trial_server.prepared(
-        Workload.of_source(find_script(("python", "loop.py", "{batch}", "{accumulation}", kind)))
-    )
+    workload, _ = trial_server.prepared(of_command("python", "loop.py", "{batch}", "{accumulation}", kind))
     assert split_differs(trial_server, workload) is differs
 
 
@@ -256,9 +253,7 @@ def test_a_script_that_makes_its_accumulation_of_a_total_is_looked_at_with_it(
     """It computes in bf16, whose rounding is no difference."""
     text = PLACEHOLDERS.replace("int(sys.argv[2])", "int(sys.argv[2]) // int(sys.argv[1])")
     (folder / "loop.py").write_text(text.replace("out = net(x)", "with torch.autocast('cpu'): out = net(x)"))
-    workload, model = trial_server.prepared(
-        Workload.of_source(find_script(("python", "loop.py", "{batch}", "16", kind)))
-    )
+    workload, model = trial_server.prepared(of_command("python", "loop.py", "{batch}", "16", kind))
     assert model.interface.fixed.effective_batch == 16
     own = Arm("bf16", optim=OWN_OPTIM)
     splits = Candidate(own, 16, 1), Candidate(own, 8, 2)

@@ -9,7 +9,7 @@ import torch
 from own_memory import CHIP, OWN_CODE, inspected, predicted
 from recorded import ComputedRunner
 from searching import CONTEXT_BYTES, FACTS, RecordingObserver, new_store, request
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.inspection import ModelFacts
@@ -233,7 +233,7 @@ train()
 
 def of_script(server: ServerClient, folder: Path, text: str) -> ModelFacts:
     (folder / "train.py").write_text(text)
-    workload = Workload.of_source(find_script([str(folder / "train.py")]))
+    workload = of_command(str(folder / "train.py"))
     return inspected(server, workload, precisions=("fp32",), gradient_checkpointing="off")
 
 

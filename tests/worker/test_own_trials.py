@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from searching import request
-from server_client import Answer, ServerClient
+from server_client import Answer, ServerClient, of_command
 from texts import write_texts
 from tiny import QUICK
 from transformers import T5ForConditionalGeneration, TrainingArguments
@@ -19,7 +19,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Protection
 from autotune.core.inspection import OwnSettings
 from autotune.core.outcome import Effort, OutOfMemory
-from autotune.core.training_source import find_loop, find_script, find_trainer
+from autotune.core.training_source import find_loop, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
 from autotune.tuning.own_code import notes_on_lengths
@@ -49,15 +49,10 @@ def folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def script(*words: str) -> Workload:
-    """The workload of a command line."""
-    return Workload.of_source(find_script(words))
-
-
 def inline(folder: Path, text: str) -> Workload:
     """The workload of a script that says no more than this."""
     (folder / "run.py").write_text(TRAINS + text)
-    return script("run.py")
+    return of_command("run.py")
 
 
 def trainer(function: str) -> Workload:
@@ -67,7 +62,7 @@ def trainer(function: str) -> Workload:
 
 def classify(*words: str) -> Workload:
     """The example script, unmodified, with what it needs to train."""
-    return script("python", SCRIPT, "--train_file", "train.csv", "--do_train", "--output_dir", "out", *words)
+    return of_command("python", SCRIPT, "--train_file", "train.csv", "--do_train", "--output_dir", "out", *words)
 
 
 def sane(server: ServerClient, workload: Workload, candidate: Candidate, **changes: bool) -> Answer:
@@ -144,7 +139,7 @@ def test_tokens_are_counted_without_padding(trial_server: ServerClient, folder: 
         loop = LOOP.replace("autotune.steps(", "again(").replace("config.per_device_batch_size", "int(sys.argv[1])")
         begins = "import sys\ndef again(loader):\n    while True: yield from loader\n"
         (folder / "run.py").write_text(begins + TRAINS + masks + loop + "train(None)\n")
-        workload, accumulation = script("python", "run.py", "{batch}"), 1
+        workload, accumulation = of_command("python", "run.py", "{batch}"), 1
     prepared, _ = trial_server.prepared(workload)
     answer = trial_server.trial(prepared, Candidate(Arm(), 4, accumulation))
     assert answer.completed.measurement.tokens_per_sample == 9
@@ -172,7 +167,7 @@ def test_what_an_unmodified_script_would_do_is_known_before_any_trial(trial_serv
 def test_arguments_from_a_json_file_are_overlaid_as_well(trial_server: ServerClient, folder: Path) -> None:
     settings = {"train_file": "train.csv", "do_train": True, "output_dir": "out", "per_device_train_batch_size": 2}
     (folder / "settings.json").write_text(json.dumps(settings))
-    workload = script(SCRIPT, "settings.json")
+    workload = of_command(SCRIPT, "settings.json")
     assert trial_server.model(workload).own.per_device_train_batch_size == 2
     sane(trial_server, workload, Candidate(Arm(), 8))
     assert files(folder) == {"train.csv", "settings.json"}
@@ -183,8 +178,8 @@ def test_a_subclass_of_the_arguments_is_overlaid_and_a_module_is_run(
 ) -> None:
     monkeypatch.syspath_prepend(str(OWN_CODE))
     monkeypatch.chdir(OWN_CODE)
-    workload = script("python", "-m", "summarize_texts", "--output_dir", str(folder / "out"), "--eval_strategy=epoch",
-                      "--predict_with_generate", "true")  # fmt: skip
+    evaluates = ("--eval_strategy=epoch", "--predict_with_generate", "true")
+    workload = of_command("python", "-m", "summarize_texts", "--output_dir", str(folder / "out"), *evaluates)
     answer = sane(trial_server, workload, Candidate(Arm(attn_implementation=ATTENTION, optim="adafactor"), 8, 2))
     assert "all done" not in answer.log
     assert not (folder / "out").exists()
@@ -221,7 +216,7 @@ def test_data_for_less_than_a_step_are_an_error(trial_server: ServerClient, fold
 
 
 def test_a_part_of_a_long_accumulation_stands_for_the_whole(trial_server: ServerClient) -> None:
-    summarizes = script(str(OWN_CODE / "summarize_texts.py"), "--output_dir", "out")
+    summarizes = of_command(str(OWN_CODE / "summarize_texts.py"), "--output_dir", "out")
     for workload, attention in ((trainer("build"), "sdpa"), (summarizes, ATTENTION)):
         candidate = Candidate(Arm(attn_implementation=attention), 2, 16)
         measured = trial_server.trial(workload, candidate).completed.measurement
@@ -312,7 +307,7 @@ def test_a_configuration_file_of_the_command_line_is_named(trial_server: ServerC
     """As of tools that make the arguments of a file of their own."""
     inline(folder, "trainer(per_device_train_batch_size=8).train()\n")
     (folder / "lora.yml").write_text("micro_batch_size: 8\neval_batch_size: 8\nbatch_flattening: 80\n")
-    interface = trial_server.model(script("run.py", "lora.yml")).interface
+    interface = trial_server.model(of_command("run.py", "lora.yml")).interface
     assert (interface.made_from, interface.place) == ("file", "lora.yml")
 
 
@@ -600,7 +595,7 @@ def test_the_precision_that_a_launcher_sets_is_the_scripts_own_and_no_candidates
         "def look(*_):\n    assert not torch.is_autocast_enabled('cpu'), 'autocast'\n"
         "made = trainer(use_cpu=True)\nmade.model.bert.register_forward_pre_hook(look)\nmade.train()\n",
     )
-    workload = script("accelerate", "launch", "--num_processes", "1", "--mixed_precision", "bf16", "run.py")
+    workload = of_command("accelerate", "launch", "--num_processes", "1", "--mixed_precision", "bf16", "run.py")
     assert trial_server.model(workload).own.precision == "bf16"
     assert trial_server.trial(workload, Candidate(Arm("fp32"), 4, 1)).completed
     outcome = trial_server.trial(workload, Candidate(Arm("bf16"), 4, 1)).failed
@@ -630,7 +625,7 @@ KIND(model, arguments, train_dataset=samples, data_collator=collate).train()
 
 def test_a_trainer_of_texts_is_looked_at_for_its_levers(trial_server: ServerClient, folder: Path) -> None:
     (folder / "run.py").write_text(LENGTHS.replace("KIND", "Own"))
-    workload, model = trial_server.prepared(script("run.py"))
+    workload, model = trial_server.prepared(of_command("run.py"))
     assert model.interface.shapes_vary
     assert set(model.interface.obstacles) == {"sparse_prediction"}
     lengths = model.interface.lengths
@@ -716,7 +711,7 @@ def test_odd_texts_are_told_and_trained_on(
     code: str, told: tuple[str, ...], order: str | None, trial_server: ServerClient, folder: Path
 ) -> None:
     (folder / "run.py").write_text(LENGTHS.replace("KIND(model", code))
-    workload, model = trial_server.prepared(script("run.py"))
+    workload, model = trial_server.prepared(of_command("run.py"))
     assert model.interface.obstacles.get("train_sampling_strategy") == order
     lines = list(notes_on_lengths(request(search_effort="default", padding_free="auto"), model.interface))
     assert len(lines) == len(told)
@@ -735,7 +730,7 @@ def test_a_trainer_that_groups_by_length_is_measured_on_all_lengths(
     if by == "code":
         code = code.replace("remove_", 'train_sampling_strategy="group_by_length", remove_')
     (folder / "run.py").write_text(code)
-    workload, model = trial_server.prepared(script("run.py"))
+    workload, model = trial_server.prepared(of_command("run.py"))
     assert model.interface.lengths.order == ("group_by_length" if by == "code" else "random")
     effort = Effort(warmup_steps=1, min_steps=8, max_steps=8, max_seconds=100.0)
     arm = Arm(train_sampling_strategy="group_by_length" if by == "lever" else None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import Fixed
@@ -143,7 +143,7 @@ def workload(options: str) -> Workload:
     words = shlex.split(options)
     at = words.index("loop.py") if "loop.py" in words else 0
     before, after = (words[:at], words[at + 1 :]) if "loop.py" in words else ([], words)
-    return Workload.of_source(find_script([*before, "python", "loop.py", *after]))
+    return of_command(*before, "python", "loop.py", *after)
 
 
 def inspected(trial_server: ServerClient, options: str) -> tuple[Workload, ModelFacts]:

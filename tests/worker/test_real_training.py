@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import warm
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.real_training import VARIABLE, RealTraining
 from autotune.core.schema import encode
 from autotune.core.training_source import TrainingSource, find_script
-from autotune.core.workload import Workload
 from autotune.space.training_arguments import training_arguments
 
 OWN_CODE = Path(__file__).resolve().parents[1] / "own_code"
@@ -88,7 +87,7 @@ def test_several_trainings_evaluations_and_generation_go_with_a_lever(tmp_path: 
 
 def inspected(server: ServerClient, *words: str) -> TrainingSource:
     """The loop as a search has seen it."""
-    workload, _ = server.prepared(Workload.of_source(find_script([*LOOP, *words])))
+    workload, _ = server.prepared(of_command(*LOOP, *words))
     return workload.source
 
 
@@ -121,7 +120,7 @@ def test_a_script_that_was_changed_since_is_not_trained_with_its_own_batch(
 ) -> None:
     text = Path(LOOP[1]).read_text()
     (folder / "no_trainer.py").write_text(text)
-    workload, _ = trial_server.prepared(Workload.of_source(find_script(["python", "no_trainer.py"])))
+    workload, _ = trial_server.prepared(of_command("python", "no_trainer.py"))
     (folder / "no_trainer.py").write_text(f"# One line more.\n{text}")
     ended = run(RealTraining("s", workload.source, Candidate(Arm(optim=OWN_OPTIM), 32, 1), {}), folder)
     assert (ended.returncode, ended.stdout) == (10, ""), ended.stderr

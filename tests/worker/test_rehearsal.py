@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import warm
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 from test_real_training import run
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
@@ -144,7 +144,7 @@ def test_the_last_steps_of_an_epoch_are_told_where_they_are_trained_wrongly(
 
 
 def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient, folder: Path) -> None:
-    workload, _ = trial_server.prepared(Workload.of_source(find_script(("python", str(LOOPS), "batch"))))
+    workload, _ = trial_server.prepared(of_command("python", str(LOOPS), "batch"))
     source, candidate = workload.source, Candidate(Arm(optim=OWN_OPTIM), 8, 1)
     batches = rehearsed_source(trial_server, source, candidate, 150 * MIB).loader_batches
     ((key, batch),) = batches.items()
@@ -165,8 +165,7 @@ def test_a_validation_that_raises_is_told(trial_server: ServerClient, folder: Pa
 
 def test_a_run_that_is_no_more_than_its_steps_is_not_rehearsed(trial_server: ServerClient, folder: Path) -> None:
     goes_on = [
-        trial_server.model(Workload.of_source(find_script(("python", str(RUNS), name)))).interface.goes_on
-        for name in ("batch", "losses")
+        trial_server.model(of_command("python", str(RUNS), name)).interface.goes_on for name in ("batch", "losses")
     ]
     assert goes_on == [True, False]
 

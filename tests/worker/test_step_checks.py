@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from server_client import ServerClient
+from server_client import ServerClient, of_command
 from tiny import QUICK
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate, Precision
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
-from autotune.core.training_source import find_loop, find_script, find_trainer
+from autotune.core.training_source import find_loop, find_trainer
 from autotune.core.workload import Workload
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks
 from autotune.worker.trial.training_watch import TrainingWatch
@@ -334,7 +334,7 @@ for inputs, in data:
 @pytest.mark.parametrize("taken", ["16", whole("2")])
 def test_the_same_holds_for_an_accelerator(trial_server: ServerClient, tmp_path: Path, taken: str) -> None:
     (tmp_path / "run.py").write_text(ACCELERATED.replace("TAKEN", taken))
-    workload, _ = trial_server.prepared(Workload.of_source(find_script(["python", str(tmp_path / "run.py")])))
+    workload, _ = trial_server.prepared(of_command("python", str(tmp_path / "run.py")))
     outcomes = [
         trial_server.trial(workload, Candidate(Arm(optim=OWN_OPTIM), batch, 1), WARM).outcome for batch in (8, 16)
     ]

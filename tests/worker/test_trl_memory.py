@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 from own_memory import OWN_CODE, inspected
-from server_client import ServerClient
-
-from autotune.core.training_source import find_script
-from autotune.core.workload import Workload
+from server_client import ServerClient, of_command
 
 VALUES = "what its step computes depends on values of tensors (aten.nonzero.default)"
 SAMPLES = "its step goes over the samples of a batch one by one"
@@ -33,7 +30,7 @@ def test_a_step_is_traced_or_it_is_said_why_not(
     pytest.importorskip("trl", reason="trl is not installed: make test-clients")
     file, *words = script.split()
     command = [str(OWN_CODE / file), "--output_dir", "out", "--bf16", "false", *words]
-    workload = Workload.of_source(find_script(command))
+    workload = of_command(*command)
     model = inspected(trial_server, workload, precisions=("bf16",), gradient_checkpointing="off")
     assert model.interface.memory_unknown in unknown
     assert bool(model.memory) is (model.interface.memory_unknown is None)

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
@@ -158,9 +157,7 @@ before = _cublas_version()
 kept = ctypes.CDLL({str(library)!r})
 print([before, _cublas_version()])
 """
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    ran = warm.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=variables)
-    before, after = ast.literal_eval(ran.stdout)
+    before, after = ast.literal_eval(warm.output_of("-c", code))
     # A torch that is built for CUDA has loaded a real one, which then answers.
     assert (before, after) == (None, "13.1.3") or re.fullmatch(r"\d+\.\d+\.\d+", before)
 
