@@ -56,7 +56,6 @@ def test_a_search_needs_no_more_trials_than_it_did(model: str, prediction_second
     assert run.reached.out_of_memory <= to_goal[1]
     assert run.ended.trials <= to_end[0]
     assert run.ended.out_of_memory <= to_end[1]
-    assert run.answer is not None
     assert run.answer >= 1 - WITHIN
 
 

@@ -78,7 +78,6 @@ def measured(outcome: Outcome) -> Measurement:
 def test_the_profiler_says_for_how_long_the_gpu_computes(runner: TrialServer, accumulation: int) -> None:
     effort = dataclasses.replace(QUICK, busy_steps=1)
     found = measured(run_trial(runner, Candidate(Arm(), 16, accumulation), effort=effort))
-    assert found.gpu_busy_share is not None
     assert 0 < found.gpu_busy_share <= 1
 
 
@@ -124,16 +123,13 @@ def test_the_context_has_a_believable_size(facts: Inspection) -> None:
 def test_the_context_is_that_of_a_process_that_trains(runner: TrialServer, gpu: Device, facts: Inspection) -> None:
     arm = Arm("bf16" if "bf16" in gpu.precisions else "fp32")
     found = measured(run_trial(runner, Candidate(arm, 16))).context_bytes
-    assert found is not None
     assert abs(found - facts.context_bytes) < 64 * MIB
 
 
 def test_the_environment_is_the_gpus(facts: Inspection, gpu: Device) -> None:
     assert facts.software.cuda
     assert gpu.capability is not None
-    assert facts.chip is not None
     assert facts.chip.capability == gpu.capability
-    assert facts.model is not None
     assert facts.model.class_name == "BertForSequenceClassification"
 
 
@@ -146,10 +142,8 @@ def test_a_trial_completes(runner: TrialServer, gpu: Device, precision: Precisio
     assert found.micro_steps_run == 3
     assert found.samples_per_second == pytest.approx(64 / found.step_seconds)
     assert found.peak_reserved_bytes >= found.peak_allocated_bytes > 16 * MIB
-    assert found.device_used_bytes is not None
     assert found.device_used_bytes > found.peak_allocated_bytes
     assert found.allocation_retries == 0
-    assert found.optimizer_seconds is not None
     assert 0 < found.optimizer_seconds < found.step_seconds
     assert isinstance(outcome, Completed)
     assert list(outcome.phase_seconds) == ["device", "model", "trainer", "train"]
@@ -170,7 +164,6 @@ def test_cuda_really_runs_out_and_the_next_trial_is_fine(runner: TrialServer, ca
     assert isinstance(outcome, OutOfMemory), outcome
     assert (outcome.during, outcome.where) == (phase, "device")
     assert "out of memory" in outcome.message.lower()
-    assert outcome.peak_reserved_bytes is not None
     assert 0 < outcome.peak_reserved_bytes <= cap_bytes
     assert measured(run_trial(runner)).peak_reserved_bytes > 0
 

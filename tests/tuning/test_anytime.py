@@ -152,7 +152,6 @@ class TestOrder:
         assert levers.candidates(history, {root})[both].candidate == root
         history.add(Tried("b", both, fault("no capture")))
         alone = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
-        assert alone is not None
         assert levers_of(alone.candidate.arm, LATE) < levers_of(arm, LATE)
 
     def test_all_levers_that_promise_more_together_are_tried_in_one_trial(self) -> None:
@@ -163,7 +162,6 @@ class TestOrder:
         found = Anytime(Space((Arm("bf16"),), Batches(64), late=late)).next(
             history, {root}, usual_seconds=9.0, spent_seconds=0.0
         )
-        assert found is not None
         assert levers_of(found.candidate.arm, late) == late
 
     @pytest.mark.parametrize("graphs", ["auto", "off"])
@@ -256,7 +254,6 @@ class Texts:
             idea = levers.next(history, among, usual_seconds=4.0, spent_seconds=spent)
             if idea is None:
                 best = history.winner(among)
-                assert best is not None
                 return best.candidate, tried
             candidate, spent = idea.candidate, spent + idea.seconds
 
@@ -326,7 +323,6 @@ class TestPrecisions:
     def test_the_precision_that_the_gpu_computes_faster_is_captured(self) -> None:
         history = self.history((Candidate(Arm("tf32"), 32), 0.041, 0.47))
         idea = Anytime(self.SPACE).next(history, {Candidate(Arm("tf32"), 32)}, usual_seconds=3.0, spent_seconds=0.0)
-        assert idea is not None
         assert idea.candidate == replace(self.GRAPHS, arm=replace(self.GRAPHS.arm, precision="bf16"))
 
     def test_what_was_captured_in_one_precision_is_captured_in_another(self) -> None:
@@ -341,7 +337,6 @@ class TestPrecisions:
         history, space = self.history(*plain, (self.GRAPHS, 0.149, 1.0)), replace(self.SPACE, late=frozenset(LATE))
         among = {each.candidate for each in history.tried}
         idea = Anytime(space).next(history, among, usual_seconds=5.0, spent_seconds=7.0)
-        assert idea is not None
         assert (idea.candidate.arm.torch_compile, idea.candidate.arm.precision) == (True, "bf16")
 
     def test_an_arm_that_ran_with_a_lever_alone_is_not_called_untried(self) -> None:
@@ -594,7 +589,6 @@ class TestMemory:
     def test_peaks_are_affine_in_the_number_of_layers(self) -> None:
         some = Candidate(replace(self.ALL, checkpointed_layers=16), 64)
         predicted = self.model(24).prediction(some)
-        assert predicted is not None
         assert predicted.peak_allocated_bytes == predicted.peak_reserved_bytes == 20 * GIB
         assert predicted.fits
         without_mask = replace(some, arm=replace(some.arm, unpadded=True))
@@ -607,7 +601,6 @@ class TestMemory:
         history = History(ceiling_of(24 * GIB, headroom=0), memory=memory, layers=24)
         history.add(measured_at(root, 1.0, 10 * GIB, gpu_busy_share=0.97))
         idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
-        assert idea is not None
         assert idea.name == "checkpointing fewer layers"
         assert 1.02 < idea.gain < 1.12
         # 40 - 30 · 14 / 24 GiB are 22.5 of 24.
@@ -624,7 +617,6 @@ class TestMemory:
     def test_of_compiled_layers_as_few_recompute_as_leave_room_above_what_was_measured(self) -> None:
         root, history, levers = self.compiled()
         idea = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
-        assert idea is not None
         # They took 0.8 of what is predicted: layers that keep their activations may add 1.0 to 1.25 GiB each to 8 GiB.
         count = idea.candidate.arm.checkpointed_layers or 0
         assert idea.candidate.arm == replace(root.arm, checkpointed_layers=count)
@@ -635,14 +627,12 @@ class TestMemory:
         gib = 8 + (24 - count) // 2
         history.add(measured_at(fewer, 0.93, gib * GIB, gpu_busy_share=0.97, compile_seconds=5.0))
         again = levers.next(history, {root, fewer}, usual_seconds=3.0, spent_seconds=0.0)
-        assert again is not None
         assert (again.candidate.arm.checkpointed_layers or 0) < count - 3
         assert 1.02 < again.gain < 1.3
 
     def test_what_ran_out_of_memory_is_not_followed_by_one_layer_more(self) -> None:
         root, history, levers = self.compiled()
         idea = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
-        assert idea is not None
         history.add(Tried("b", idea.candidate, out_of_memory(24 * GIB)))
         again = levers.next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
         ran_out = idea.candidate.arm.checkpointed_layers or 0
@@ -682,7 +672,6 @@ class TestMemory:
             graphs = replace(root, arm=replace(self.KEPT, cuda_graphs=True))
             history.add(Tried("c", graphs, out_of_memory(24 * GIB)))
         idea = Anytime(space).next(history, {root}, usual_seconds=3.0, spent_seconds=0.0)
-        assert idea is not None
         assert idea.candidate.per_device_train_batch_size == 16
         assert idea.candidate.arm.fused_loss
 

@@ -400,7 +400,6 @@ def test_where_nobody_knows_the_gpus_share_a_precision_may_be_slow(slower: float
     run_candidate(Candidate(Arm("fp32"), 8, 8), runner, history)
     run_policy(Acquisition(space), runner, history)
     winner = history.winner()
-    assert winner is not None
     assert winner.candidate.describe() == best
     assert len(history.tried) <= 4
 

@@ -93,7 +93,6 @@ def test_a_search_on_two_ranks_from_request_to_export(searched: Searched) -> Non
     # Every parameter of the model gets a gradient, and its buffers never change.
     assert candidate.arm.ddp_find_unused_parameters is False
     assert candidate.arm.ddp_broadcast_buffers is False
-    assert report.study.look is not None
     rehearsal = report.study.look.rehearsal
     assert (rehearsal.problem, rehearsal.saving.ranks, rehearsal.alarms) == (None, 2, [])
     assert any(line.startswith("a checkpoint needs ") for line in notes(report))
@@ -286,8 +285,6 @@ def test_own_code_is_searched_on_two_ranks(cpu: Device, folder: Path, kind: str)
     study, report = run_search(request, str(folder / "studies.db"), RecordingObserver())
     assert study.state == "finished"
     best, baseline = report.best, report.baseline
-    assert best is not None
-    assert baseline is not None
     for trial in (best, baseline):
         assert isinstance(trial.outcome, Completed), trial.outcome
         assert trial.outcome.measurement.ranks == 2

@@ -204,7 +204,6 @@ def search(path: Path, seed: int, busy: tuple[int, ...], turn_seconds: float) ->
         plan.take(replace(record, outcome=outcome, seconds=runner.seconds - began))
         number += 1
     best = plan.best()
-    assert best is not None
     quiet = {candidate: cell["samples_per_second"] for candidate, cell in feasible(runner, ceiling_of(runner))}
     among = {tried.candidate for tried in history.believed(plan.in_space)}
     regret = 1 - quiet[best.candidate] / max(quiet.values())

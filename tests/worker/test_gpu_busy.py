@@ -77,7 +77,6 @@ class FakeProfiler:
 
     def stop(self) -> tuple[float | None, dict[str, float]]:
         """Two thirds of what it computes are matrix products."""
-        assert self._began is not None
         self.windows.append(self._clock.now - self._began)
         self._began = None
         busy = self._share * self.windows[-1]
@@ -125,7 +124,6 @@ def test_share_and_kinds_of_work_are_of_the_candidates_whole_step(clock: FakeClo
     # Half of every micro-step and of the optimizer, none of the waiting for data, which is a third of a micro-step's
     # seconds where they are added up.
     data = measured.data_seconds
-    assert data is not None
     assert measured.gpu_busy_share == pytest.approx(0.5 * (1 - data / measured.step_seconds))
     kinds = dict(measured.gpu_seconds_by_kind or ())
     assert list(kinds) == ["matrix_product", "softmax"]

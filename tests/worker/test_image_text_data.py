@@ -237,7 +237,6 @@ def refusal(data: DataSpec, folder: Path, seq_len: int = SEQ_LEN, **changes: Any
     made = tiny_workload(QWEN, seq_len=seq_len, images=0, image_side=None, **changes)
     workload = dataclasses.replace(made, data=data)
     problem = read_data(workload, str(folder / "read")).problem
-    assert problem is not None
     return f"{problem.message} | {problem.hint}"
 
 
@@ -306,7 +305,6 @@ def options_of(folder: Path, processor: str, **changes: Any) -> dict[str, Any]:
 
 def test_options_make_the_workload(processors: dict[str, str], tmp_path: Path) -> None:
     workload = build_workload(options_of(tmp_path, processors[QWEN], image_column="pictures"))
-    assert workload.data is not None
     assert (workload.images, workload.image_side, workload.data.image_column) == (0, None, "pictures")
     assert Workload.from_document(json.loads(json.dumps(workload.recorded_document()))) == workload
 

@@ -71,7 +71,6 @@ def test_a_validation_of_two_batches_is_rehearsed_to_its_end(
     candidate = Candidate(Arm(optim=OWN_OPTIM), 4, accumulation)
     found = rehearsed_source(trial_server, find_script(["python", str(script)]), candidate, 300 * MIB)
     assert (found.problem, found.unknown) == (None, ())
-    assert found.evaluation is not None
     assert (found.evaluation.batch, found.evaluation.samples, found.evaluation.fits) == (200, 400, False)
     assert found.evaluation.settings == {"batch_size": 25}
 

@@ -110,7 +110,6 @@ def test_a_checkpoint_of_sharded_weights_is_written_or_computed(cpu: Device, tmp
         each.numel() for each in build_model(tiny_workload("bert-tiny"), "sdpa", torch.device("cpu")).parameters()
     )
     # Two states of AdamW for each weight, and some steps that were counted.
-    assert computed.host_bytes is not None
     assert 8 * parameters <= computed.host_bytes < 8.1 * parameters
 
 

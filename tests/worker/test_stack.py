@@ -17,8 +17,6 @@ def test_the_trial_server_is_nobodys_line_where_autotune_is_installed_as_a_packa
     copy.parent.mkdir(parents=True)
     shutil.copy(wrapping.__file__, copy)
     spec = importlib.util.spec_from_file_location("installed_stack", copy)
-    assert spec is not None
-    assert spec.loader is not None
     installed = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(installed)
     at_work: dict[str, Any] = {"__name__": "__main__"}
