@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from reported import BASELINE, BF16, SOURCE, completed, report, trial
 
-from autotune.core.candidate import Arm
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, OutOfMemory
 from autotune.results.html import html_page
 from autotune.results.json_document import report_document
@@ -53,6 +53,11 @@ def test_a_larger_batch_that_did_not_fit_is_none() -> None:
     )
     assert found.candidate.per_device_train_batch_size == 32
     assert found.is_measured
+    # Of 22 samples the batch after 2 is 11: no line reaches so far, and none is needed.
+    tried = {2: completed(200.0), 11: OVER}
+    far = [dataclasses.replace(trial(b, BF16, b, tried[b]), candidate=Candidate(BF16, b, 22 // b)) for b in tried]
+    found = expert_of(report(BASELINE, *far, best=2, effective_batch=22))
+    assert "at the largest batch that fits (2 × 11" in found.describe()
 
 
 def test_a_batch_that_ran_without_headroom_fits_an_expert() -> None:
