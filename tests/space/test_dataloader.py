@@ -88,7 +88,7 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
         runner = Waiting(lambda _: GIB, lambda candidate: 4.0 + loading_seconds(candidate))
         with new_store(tmp_path, f"{name}.db") as store:
             found = search(store, runner, given=given)
-            told[name] = notes(load_report(store, name))
+            told[name] = list(notes(load_report(store, name)))
         return found
 
     told: dict[str, list[str]] = {}
