@@ -169,8 +169,8 @@ def _compile_repeated(trainer: Trainer, model: torch.nn.Module, dynamic: bool | 
             f"{type(model).__name__} has no layers that repeat; train without regional_compilation"
         )
     for module in model.modules():
-        # The Trainer turns the cache off in the configuration of the whole; T5's decoder has another. With a cache the
-        # code of each layer is another one, of which torch compiles eight and leaves the rest (2.13).
+        # The Trainer turns the cache off in the configuration of the whole; T5's decoder has another. With a cache each
+        # layer is compiled to code of its own. torch 2.13 compiles eight of them, and runs the others uncompiled.
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = getattr(trainer.args, "use_cache", False)  # type: ignore[union-attr]
     for layer in layers:

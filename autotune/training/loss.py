@@ -48,7 +48,7 @@ _LARGE = 100.0
 _ALIKE = 0.05
 
 
-_Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+_ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _of_logits(
@@ -95,7 +95,7 @@ def _piece(
     return torch.stack(losses).sum(), logits
 
 
-def _compiled_piece(backend: str) -> _Piece:
+def _compiled_piece(backend: str) -> _ChunkLoss:
     """Return ``_whole_piece`` compiled once, for any number of tokens."""
     compiled = torch.compile(_whole_piece, backend=backend)
 
@@ -144,7 +144,7 @@ def add_piece(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     divisor: torch.Tensor,
-    piece: _Piece,
+    piece: _ChunkLoss,
 ) -> None:
     """Add the loss and gradients of a chunk of tokens from ``start`` on, and free its temporary memory."""
     hidden = hidden.to(weight.dtype)
@@ -173,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         count: torch.Tensor,
-        piece: _Piece,
+        piece: _ChunkLoss,
         loss_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -199,10 +199,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Scale the gradients that ``forward`` computed, in place; they have ``loss_scale`` as a factor already."""
         of_hidden, of_weight, of_bias, loss_scale = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
-        scale = scale if loss_scale is None else scale / loss_scale
+        scale = grad_output if loss_scale is None else grad_output / loss_scale
         return (
             of_hidden.mul_(scale) if of_hidden is not None else None,
             of_weight.mul_(scale).to(weight_dtype) if of_weight is not None else None,
@@ -221,7 +222,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     count: torch.Tensor | int | None = None,
-    piece: _Piece = _piece,
+    piece: _ChunkLoss = _piece,
     loss_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy of a linear layer's output; tokens with label -100 are ignored.
@@ -242,13 +243,13 @@ def linear_cross_entropy(
 class _FusedLoss:
     """Takes the place of a model's output layer and of its loss, where nothing but the loss is asked for."""
 
-    def __init__(self, layer: torch.nn.Linear, piece: _Piece, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, layer: torch.nn.Linear, piece: _ChunkLoss, scaler: torch.amp.GradScaler | None) -> None:
         self._layer = layer
         self._piece = piece
         self._scaler = scaler
         self.logits_of_layer = layer.forward
-        self.trains = True
-        """Whether a training runs that asks for no logits."""
+        self.trains_for_loss = True
+        """Whether a training needs the loss alone: during it, and in the comparison before it."""
         self.is_evaluated_for_loss = False
         """Whether an evaluation runs that asks for no logits."""
         self.has_labels = False
@@ -257,7 +258,7 @@ class _FusedLoss:
     @property
     def _is_for_loss(self) -> bool:
         """Whether the current call needs no logits but only the loss."""
-        is_trained = self.trains and self._layer.training and torch.is_grad_enabled()
+        is_trained = self.trains_for_loss and self._layer.training and torch.is_grad_enabled()
         return self.has_labels and (self.is_evaluated_for_loss or is_trained)
 
     def undo(self, model: Any) -> None:
@@ -350,7 +351,7 @@ def _layer_of(model: Any) -> Any:
     return layer
 
 
-def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
+def fuse_loss_of(model: Any, piece: _ChunkLoss = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
     """Make a model compute its loss without all logits, and return the object that controls this.
 
     Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer.
@@ -404,8 +405,8 @@ def fuse_loss(trainer: Trainer) -> None:
                     f"the loss of {type(without_adapters(model)).__name__} is another one where it is computed without "
                     "logits: they are changed or read after the output layer"
                 )
-    fused.trains = False
-    during_training(trainer, functools.partial(_flag_set, fused, "trains"))
+    fused.trains_for_loss = False
+    during_training(trainer, functools.partial(_flag_set, fused, "trains_for_loss"))
     step = trainer.prediction_step
 
     def prediction_step(model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:

@@ -83,22 +83,22 @@ class Anytime:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._late = space.late - {"cpu_affinity"}
+        self._levers = space.late - {"cpu_affinity"}
         self._saving = frozenset(space.saving.arms) if space.saving is not None else frozenset()
 
     def leave_out(self, levers: Collection[str]) -> None:
         """Propose some levers no more."""
-        self._late -= set(levers)
+        self._levers -= set(levers)
 
     @property
     def has_levers(self) -> bool:
         """Whether there is any lever to try."""
-        return bool(self._late)
+        return bool(self._levers)
 
     def is_late(self, candidate: Candidate) -> bool:
         """Return whether a candidate is only tried after the first answer: not with levers to save memory alone."""
-        arm = without(candidate.arm, self._late & {_EXPANDABLE})
-        return bool(levers_of(arm, self._late)) and arm not in self._saving
+        arm = without(candidate.arm, self._levers & {_EXPANDABLE})
+        return bool(levers_of(arm, self._levers)) and arm not in self._saving
 
     def has_time(self, seconds: float, spent_seconds: float) -> bool:
         """Return whether a trial of so many seconds may begin after what trials with levers have taken."""
@@ -157,12 +157,13 @@ class Anytime:
         for root in roots:
             # Host-bound steps say little about precisions: in a CUDA graph, the faster one on the GPU may win.
             for other in self._in_other_precisions(root.candidate):
-                pairs += [(root, other)] if levers_of(other.arm, self._late) else []
+                # Without a lever, a candidate is the business of the policy.
+                pairs += [(root, other)] if levers_of(other.arm, self._levers) else []
                 pairs += [(root, each) for each in self._variants(history, other, failed, doubtful)]
         if _EXPANDABLE not in failed:
             pairs += [(root, each) for root in over if (each := judge.in_expandable_segments(root))]
         for root in over:
-            if levers_of(root.candidate.arm, self._late):
+            if levers_of(root.candidate.arm, self._levers):
                 pairs += [(root, each) for each in self._neighbours(root.candidate, larger=False, any_level=True)[:1]]
         found: dict[Candidate, Tried] = {}
         for root, each in pairs:
@@ -187,7 +188,7 @@ class Anytime:
             return False
         # Each new length may compile anew, so that there are to be few.
         compiles_without_end = self._space.shapes_vary and arm.torch_compile and arm.length_multiple is None
-        if excluding(arm) or (compiles_without_end and "length_multiple" in self._late):
+        if excluding(arm) or (compiles_without_end and "length_multiple" in self._levers):
             return False
         return self._space.contains(candidate) and judge.is_open(candidate) and not is_beaten(history, candidate)
 
@@ -211,10 +212,10 @@ class Anytime:
                 yield from self._neighbours(changed_one, larger=is_larger)[:1]
         for one, other in combinations(rows, 2):
             yield self._with_lever(self._with_lever(candidate, one, failed), other, failed)
-        if _FEWER_LAYERS in self._late - failed and candidate.arm.gradient_checkpointing:
+        if _FEWER_LAYERS in self._levers - failed and candidate.arm.gradient_checkpointing:
             for count in range(1, candidate.arm.checkpointed_layers or history.layers):
                 yield replace(candidate, arm=changed(candidate.arm, checkpointed_layers=count))
-        if levers_of(candidate.arm, self._late):
+        if levers_of(candidate.arm, self._levers):
             for is_larger in (True, False):
                 yield from self._neighbours(candidate, larger=is_larger)[:1]
 
@@ -223,12 +224,12 @@ class Anytime:
         arm = candidate.arm
         if PRIORS[row.name].is_unmasked:
             # Not pinned: a compiler has processes of its own, and a replayed graph needs no fast host.
-            may_be = "unpadded" in self._late - failed
+            may_be = "unpadded" in self._levers - failed
             is_unpadded = may_be and arm.length_multiple is None and not arm.padding_free
             arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
         # Not waiting for the GPU costs nothing, and hides what other levers leave of the host's time.
-        arm = changed(arm, non_blocking=arm.non_blocking or "non_blocking" in self._late - failed)
-        return replace(candidate, arm=with_lever(arm, row.name, self._late, self._space.multiples))
+        arm = changed(arm, non_blocking=arm.non_blocking or "non_blocking" in self._levers - failed)
+        return replace(candidate, arm=with_lever(arm, row.name, self._levers, self._space.multiples))
 
     def _further_levers(self, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]) -> list[Lever]:
         """Return the levers that a candidate may be given besides its own."""
@@ -237,7 +238,7 @@ class Anytime:
 
     def _can_add(self, row: Lever, candidate: Candidate, doubtful: frozenset[str]) -> bool:
         """Return whether a candidate lacks a lever that is searched and has an effect beside its own settings."""
-        late = {name for name in (row.name, row.part_of) if name in self._late}
+        late = {name for name in (row.name, row.part_of) if name in self._levers}
         if row.prior is None or not late or levers_of(candidate.arm, late | {row.name}):
             return False
         if candidate.accumulates and not row.prior.accumulates:
@@ -250,7 +251,7 @@ class Anytime:
         """Return whether a lever is searched, probably works, and goes with the candidate's settings."""
         row = BY_NAME[name]
         with_it = changed(candidate.arm, **{name: row.values[1]})
-        return not self._late.isdisjoint({name, row.part_of}) and name not in doubtful and not excluding(with_it)
+        return not self._levers.isdisjoint({name, row.part_of}) and name not in doubtful and not excluding(with_it)
 
     def _neighbours(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
         """Return the arm at larger or smaller batches, of no lower multiple unless ``any_level``; the nearest first."""

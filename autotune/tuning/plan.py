@@ -280,7 +280,7 @@ class Plan:
             return None
         seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
         usual, spent = statistics.median(seconds) if seconds else 0.0, self._seconds_with_levers
-        return self._once(
+        return self._once_known(
             "lever",
             lambda: self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent),
         )
@@ -312,10 +312,10 @@ class Plan:
     def upcoming(self) -> Candidate | None:
         """Return the policy's next proposal; ``None`` where it has none, or Optuna's sampler draws."""
         policy = self._policy
-        return None if policy is None else self._once("candidate", lambda: policy.next(self.history))
+        return None if policy is None else self._once_known("candidate", lambda: policy.next(self.history))
 
-    def _once(self, what: str, propose: Callable[[], T]) -> T:
-        """Return what ``propose`` returns, which is asked anew where a trial or a prediction has come since."""
+    def _once_known(self, what: str, propose: Callable[[], T]) -> T:
+        """Return what ``propose`` returns; it is asked again once a trial or a prediction has come."""
         memory = self.history.memory
         known = len(self.history.tried), memory.version if memory is not None else 0, frozenset(self.pending)
         if known != self._known:

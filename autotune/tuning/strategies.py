@@ -110,8 +110,9 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
 def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFacts, *, syncs: bool = False) -> Arm:
     """Return the arm with a strategy for several ranks.
 
-    Where every parameter got a gradient in the inspection, DDP need not look for unused parameters. Where no buffer
-    changed, rank 0 has none to broadcast. Neither changes a value.
+    Where every parameter got a gradient in the inspection, DDP need not look for unused parameters; it still does where
+    that saves memory (``_is_copy_large``). Where no buffer changed, rank 0 has none to broadcast. Neither changes a
+    value. ``syncs`` has FSDP reduce gradients in each micro-step.
     """
     arm = replace(arm, strategy=strategy, ranks=request.ranks)
     if strategy == "ddp":

@@ -235,18 +235,20 @@ class LoopParts(Parts, Listener):
         """Record the incomplete last step of the epoch where it was trained wrongly."""
         if self._own_batches is None or self._given < self._last_batch or len(self._losses) < 3:
             return
-        whole, last, since = self._losses
-        if since:
-            is_wrong = len(since) < len(last)
+        whole, last, without_step = self._losses
+        if without_step:
+            # The loop took no optimizer step after its last micro-batches.
+            is_wrong = len(without_step) < len(last)
         else:
             # A correct loop divides each loss by the number of micro-batches: fewer make it larger by this factor.
             larger = len(whole) / max(1, len(last))
             ratio = float(torch.stack(last).mean() / torch.stack(whole).mean())
+            # Its root lies halfway between 1, of a loop that divides by the whole accumulation, and the factor.
             is_wrong = larger > 1 and ratio < math.sqrt(larger)
         if is_wrong:
             batches = -(-self._own_batches // self._work.world_size)
             accumulation = self._work.candidate.gradient_accumulation_steps
-            self._found = replace(self._found, last_step=LastStep(batches, accumulation, is_made=not since))
+            self._found = replace(self._found, last_step=LastStep(batches, accumulation, is_made=not without_step))
 
     def _end_epoch(self) -> None:
         """End the epoch: record the peak of the longest batch if there was one, then reset the peaks."""

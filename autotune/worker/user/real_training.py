@@ -37,14 +37,14 @@ def main() -> None:
     training = decode(json.loads(os.environ.pop(VARIABLE)), RealTraining)
     source = training.source
     if training.cpu_core is not None:
+        # As in the trial that was measured. Processes that load data have all cores.
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {training.cpu_core})
         os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, cores))
     sys.argv = [source.file, *source.argv]
     # As python does: the script's folder comes first, or the working folder for a module.
     sys.path[0] = os.getcwd() if source.module else str(Path(source.file).parent)
-    kind = {"trainer": TrainerRun, "placeholders": Run}.get(source.framework, LoopRun)
-    run = kind(training)
+    run = {"trainer": TrainerRun, "placeholders": Run}.get(source.framework, LoopRun)(training)
     try:
         run.install()
         if source.kind == "build":
@@ -60,6 +60,7 @@ def main() -> None:
         raise
     finally:
         if training.folder:
+            # A temporary one.
             shutil.rmtree(training.folder, ignore_errors=True)
 
 

@@ -224,7 +224,8 @@ class _Inspection:
         """Return the facts of a ``Trainer`` that is about to train. Raises ``UserCodeError`` where it lacks fields."""
         fields, args = self._fields, trainer.args
         fields.begin(trainer)
-        # TRL's GRPO generates with vLLM in this process, and as many completions of a prompt at a time.
+        # GRPO of TRL may generate with vLLM in this process. It makes ``num_generations`` completions of each prompt.
+        # Where it generates once a step, the samples of a step must be a multiple of that.
         is_here = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
         step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         is_of_step = getattr(args, "generation_batch_size", None) == step
@@ -240,9 +241,10 @@ class _Inspection:
         model = _model_facts(trainer, interface, fields)
         self._check(trainer, fields.tuned)
         if self._work.arms is None:
-            # Last of all: the Trainer is of no use afterwards.
+            # Only levers are asked for. Last of all: looking for them changes the Trainer.
             return dataclasses.replace(model, interface=_with_levers(trainer, interface))
         if interface.engine_share is None:
+            # Memory of vLLM's engine cannot be traced.
             return with_memory(model, traced(self._work, model, trainer))
         return model
 
