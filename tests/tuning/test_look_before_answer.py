@@ -191,7 +191,7 @@ def searched_with_longest(most: int, folder: Path) -> tuple[Run, list[Candidate]
     with new_store(folder) as store:
         arguments = (prepared(), runner, store, RecordingObserver(), Path("logs"))
         study = Search(*arguments, clock=runner.clock, rehearse=rehearse).run()
-        return Run(study, RecordingObserver(), store.trials(study.id)), asked, list(notes(load_report(store, study.name)))
+        return Run(study, RecordingObserver(), store.trials(study.id)), asked, [*notes(load_report(store, study.name))]
 
 
 def test_a_search_goes_on_to_what_survives_the_longest_batch(tmp_path: Path) -> None:
