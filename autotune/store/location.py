@@ -108,7 +108,7 @@ def plain_path(location: str) -> Path | None:
         return None
     try:
         return Path(name).expanduser().absolute()
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         return None
 
 
@@ -118,7 +118,8 @@ def _file_location(url: URL, name: str, label: str) -> Location:
 
     try:
         path = Path(name).expanduser().absolute()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        # ValueError: a NUL in the name of the user whose home folder it is.
         raise StorageError(f"{label!r} begins with a home folder that is not known", "write the whole path") from error
     if _surrogates(str(path)):
         raise StorageError(f"{label!r} is not valid Unicode", "choose another name with --storage")

@@ -62,6 +62,7 @@ def test_a_name_that_a_url_may_lose_is_used_whole_or_refused(tmp_path: Path) -> 
         "sqlite+aiosqlite:///a.db",
         "postgresql://host:port/x",
         "~nobody-of-this-name/studies.db",
+        "~\0/studies.db",
         "bad\udcff.db",
         "sqlite:///bad\udcff.db",
     ],
