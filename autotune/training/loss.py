@@ -48,7 +48,8 @@ _LARGE = 100.0
 _ALIKE = 0.05
 
 
-_ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+_Piece = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""Computes the loss of a piece of a batch's tokens, and its gradient by their logits."""
 
 
 def _of_logits(
@@ -95,7 +96,7 @@ def _piece(
     return torch.stack(losses).sum(), logits
 
 
-def _compiled_piece(backend: str) -> _ChunkLoss:
+def _compiled_piece(backend: str) -> _Piece:
     """Return ``_whole_piece`` compiled once, for any number of tokens."""
     compiled = torch.compile(_whole_piece, backend=backend)
 
@@ -116,7 +117,7 @@ def _compiled_piece(backend: str) -> _ChunkLoss:
 
 
 def pieces_of(tokens: int, words: int) -> int:
-    """Return how many chunks the tokens are divided in, so that each has at most ``_LOGITS_AT_ONCE`` logits.
+    """Return how many pieces the tokens are divided in, so that each has at most ``_LOGITS_AT_ONCE`` logits.
 
     A power of two: compiled code is for one size, and most batches can be halved into equal pieces.
     """
@@ -144,9 +145,9 @@ def add_piece(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     divisor: torch.Tensor,
-    piece: _ChunkLoss,
+    piece: _Piece,
 ) -> None:
-    """Add the loss and gradients of a chunk of tokens from ``start`` on, and free its temporary memory."""
+    """Add the loss and gradients of a piece of the tokens from ``start`` on, and free its temporary memory."""
     hidden = hidden.to(weight.dtype)
     entropy, gradient = piece(hidden, weight, bias, labels, divisor)
     sums.loss += entropy
@@ -173,7 +174,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         count: torch.Tensor,
-        piece: _ChunkLoss,
+        piece: _Piece,
         loss_scale: torch.Tensor | None,
     ) -> torch.Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -222,16 +223,15 @@ def linear_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     count: torch.Tensor | int | None = None,
-    piece: _ChunkLoss = _piece,
+    piece: _Piece = _piece,
     loss_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the cross entropy of a linear layer's output; tokens with label -100 are ignored.
 
     ``hidden``: (tokens, size); ``weight``: (vocabulary, size); ``labels``: (tokens). The sum over the tokens is divided
     by ``count``, by default the number of tokens with a label. The result is float32. Gradients are computed in the
-    forward pass, so that it can be differentiated once. ``piece`` computes loss and gradients of a chunk; it may be
-    compiled. ``loss_scale`` is the factor of a gradient scaler: in float16 the gradients of logits are too small
-    without it.
+    forward pass, so that it can be differentiated once. ``piece`` may be compiled. ``loss_scale`` is the factor of a
+    gradient scaler: in float16 the gradients of logits are too small without it.
     """
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
@@ -243,7 +243,7 @@ def linear_cross_entropy(
 class _FusedLoss:
     """Takes the place of a model's output layer and of its loss, where nothing but the loss is asked for."""
 
-    def __init__(self, layer: torch.nn.Linear, piece: _ChunkLoss, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(self, layer: torch.nn.Linear, piece: _Piece, scaler: torch.amp.GradScaler | None) -> None:
         self._layer = layer
         self._piece = piece
         self._scaler = scaler
@@ -351,7 +351,7 @@ def _layer_of(model: Any) -> Any:
     return layer
 
 
-def fuse_loss_of(model: Any, piece: _ChunkLoss = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
+def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
     """Make a model compute its loss without all logits, and return the object that controls this.
 
     Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer.
