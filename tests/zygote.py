@@ -231,10 +231,12 @@ def _fork_orphan(
     between = os.fork()
     if between == 0:
         between = os.getpid()
-        pid = os.fork()
-        if pid != 0:
-            os.write(write_fd, str(pid).encode())
+        if os.fork() != 0:
             os._exit(0)
+        # Whoever knows the id may kill the session at once.
+        if request["new_session"]:
+            os.setsid()
+        os.write(write_fd, str(os.getpid()).encode())
         os.close(read_fd)
         os.close(write_fd)
         connection.close()
@@ -252,8 +254,6 @@ def _become(request: dict[str, Any], fds: list[int], base: list[str], variables:
     """Go on as the new process that was asked for."""
     code = 1
     try:
-        if request["new_session"]:
-            os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if request["words"][:1] != ["-P"]:
             # A command starts processes in turn, from a copy of this one as it is now.
