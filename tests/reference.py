@@ -163,7 +163,6 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
     context = click.Context(cli)
     for name in cli.list_commands(context):
         command = cli.get_command(context, name)
-        assert command is not None
         yield name, command
 
 
@@ -185,7 +184,6 @@ def _command(name: str, command: click.Command, level: int) -> list[str]:
     if isinstance(command, click.Group):
         for each in command.list_commands(context):
             inner = command.get_command(context, each)
-            assert inner is not None
             found += _command(f"{name} {each}", inner, level + 1)
     return found
 

@@ -28,7 +28,6 @@ def test_recorded_kernel_times_of_models_without_a_part_in_the_fit_are_predicted
 
 
 def test_long_sequences_reach_more_of_the_peak_and_dropout_takes_time() -> None:
-    assert H200.rates is not None
     model = GpuModel(H200.rates, "bf16")
 
     def share(length: int, drops: int, causal: int) -> float:
@@ -43,7 +42,6 @@ def test_long_sequences_reach_more_of_the_peak_and_dropout_takes_time() -> None:
 
 def line(subject: Subject, arm: Arm, batch: int, factor: float) -> Document:
     """A recorded cell whose GPU times are the predicted ones times a factor."""
-    assert H200.rates is not None
     gpu = gpu_time(operations_of(subject, arm), GpuModel(H200.rates, arm.precision), batch, 1)
     micro_step = (gpu.forward + gpu.backward) * factor
     further = micro_step + gpu.accumulation * factor

@@ -220,7 +220,6 @@ def _start() -> None:
 
 def _fork(process: Popen, request: dict[str, Any], fds: list[int]) -> None:
     """Have a process forked, and set its id. It is this process's child then."""
-    assert _connection is not None
     prctl = ctypes.CDLL(None).prctl
     # Its first parent ends at once, and orphans go to their nearest ancestor that wants them.
     prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

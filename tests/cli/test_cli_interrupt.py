@@ -34,7 +34,6 @@ class Search:
             text=True,
         )
         self.lines: list[str] = []
-        assert self._process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=[self._process.stderr], daemon=True)
         self._reader.start()
         self.started: set[int] = set()

@@ -50,7 +50,6 @@ def test_a_token_is_found_in_the_environment_and_in_files(tmp_path: Path, monkey
     assert find_token() is None
     (tmp_path / "auth_token").write_text("own\n")
     found = find_token()
-    assert found is not None
     assert (found.value, found.where) == ("own", str(tmp_path / "auth_token"))
     (tmp_path / "named").write_text("named\n")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "named"))

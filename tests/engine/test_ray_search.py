@@ -85,7 +85,6 @@ class RealCluster:
             )
 
     def __enter__(self) -> Self:
-        assert self._process.stdout is not None
         self.control_address = self._process.stdout.readline().strip()
         assert self.control_address, self._log_path.read_text()[-2000:]
         # The server for clients starts later than the rest.
@@ -103,8 +102,6 @@ class RealCluster:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def add_node(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write("add\n")
         self._process.stdin.flush()
         assert self._process.stdout.readline().strip() == "done"

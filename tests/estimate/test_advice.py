@@ -88,7 +88,6 @@ def test_the_table_is_narrowed_to_the_terminal() -> None:
     offers = []
     for name, grade, gpus in (("l4", "measured", 1), ("rtx-3080-10gb", "predicted", 8)):
         one = offer(name, 2000.0, 0.5)
-        assert one.graded is not None
         step = replace(one.graded.step, candidate=replace(one.graded.step.candidate, arm=arm))
         offers.append(replace(one, graded=Graded(step, grade), gpus=gpus))  # type: ignore[arg-type]
     prices = Prices({}, "USD", "as given")

@@ -123,7 +123,6 @@ class TestBelieved:
             history = history_of(*order)
             assert history.believed() == [in_full]
             speed = history.speed(in_full.candidate)
-            assert speed is not None
             assert (speed.processes, history.pool.processes(in_full.candidate)) == (1, 2)
 
     def test_else_the_latest_counts(self) -> None:
@@ -180,7 +179,6 @@ class TestWinner:
             if (m := t.measurement)
         ]
         found = history_of(*measured).winner()
-        assert found is not None
         assert found.candidate == (smaller if is_smaller else larger).candidate
 
     @pytest.mark.parametrize(("speed", "is_own"), [(103.0, True), (130.0, False)])
@@ -249,9 +247,7 @@ def process(speed: float, arm: Arm = BF16, busy: float | None = 0.97, steps: Seq
 
 
 def pooled(*trials: Tried) -> Speed:
-    found = Pool(trials).speed(trials[0].candidate)
-    assert found is not None
-    return found
+    return Pool(trials).speed(trials[0].candidate)
 
 
 def test_a_winner_that_replays_cuda_graphs_is_promised_by_what_was_measured_of_it() -> None:
@@ -295,7 +291,6 @@ def test_a_process_that_timed_few_steps_of_other_lengths_says_little_of_how_proc
 
     def of(speed: float, steady_error: float) -> Tried:
         tried = process(speed, steps=(0.9, 1.0, 1.1))
-        assert tried.measurement is not None
         found = dataclasses.replace(tried.measurement, batches_vary=True, steady_error=steady_error)
         return dataclasses.replace(tried, outcome=Completed(found))
 

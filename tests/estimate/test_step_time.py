@@ -123,7 +123,6 @@ def product(rows: int, columns: int, inner: int, dtype: str = "bfloat16") -> Ope
 
 
 def test_a_row_that_is_not_aligned_makes_a_product_slow() -> None:
-    assert H200.rates is not None
     half, tf32, single = (GpuModel(H200.rates, precision) for precision in ("bf16", "tf32", "fp32"))
     aligned, odd = (product(512, columns, 768) for columns in (50264, 50265))
     assert half.seconds(odd, 8) > 3 * half.seconds(aligned, 8)
@@ -134,7 +133,6 @@ def test_a_row_that_is_not_aligned_makes_a_product_slow() -> None:
 
 
 def test_tiles_come_in_waves() -> None:
-    assert H200.rates is not None
     model = GpuModel(H200.rates, "bf16")
     # 132 tiles of 256 × 128 keep each multiprocessor busy once; one more needs a second wave, or smaller tiles.
     full, more = (model.seconds(product(rows, 512, 4096), 1) for rows in (256 * 33, 256 * 33 + 1))
@@ -359,7 +357,6 @@ def test_gpus_that_are_not_put_into_one_host_are_refused(bert_large: Operations)
         exchange(bert_large, chip, 2)
     model = StepTimeModel(chip)
     assert (model.knows(Arm()), model.knows(candidate(2).arm)) == (True, False)
-    assert chip.rates is not None
     linked = replace(chip.rates, link=CHIPS["h200"].rates.link)  # type: ignore[union-attr]
     assert exchange(bert_large, replace(chip, rates=linked), 2).exchanged > 0
 
@@ -373,11 +370,9 @@ def measured(**flops: float) -> Calibration:
 
 def seconds(name: str, precision: str, calibration: Calibration | None) -> float:
     """Predicted seconds of the product that is measured."""
-    rates = calibrated(CHIPS[name], calibration).rates
-    assert rates is not None
     dtype = "float16" if precision == "fp16" else "float32"
     product = Operation("forward", "matrix_product", dtype, (0, 0), (0, 0), ((0, 1), *[(0, SIZE)] * 3), 1)
-    return GpuModel(rates, precision).seconds(product, 1)  # type: ignore[arg-type]
+    return GpuModel(calibrated(CHIPS[name], calibration).rates, precision).seconds(product, 1)  # type: ignore[arg-type]
 
 
 def test_a_measured_product_is_predicted_as_it_was_measured() -> None:

@@ -31,9 +31,7 @@ TOGETHER = Arm(strategy="ddp", ranks=2)
 
 def under_way(server: TrialServer) -> list[int]:
     """The ranks that the server runs."""
-    started = server._server
-    assert started is not None
-    return children(started.pid)
+    return children(server._server.pid)
 
 
 @pytest.fixture
@@ -188,9 +186,7 @@ def rehearsal_of(server: TrialServer, cap_bytes: int, **changes: Any) -> Rehears
 def test_a_model_by_name_evaluates_and_saves_on_all_ranks(trainers: TrialServer) -> None:
     found = rehearsal_of(trainers, 4000 * MIB)
     assert (found.problem, found.unknown, found.alarms) == (None, (), [])
-    assert found.evaluation is not None
     assert (found.evaluation.batch, found.evaluation.batches_run, found.evaluation.samples) == (8, 2, 32)
-    assert found.saving is not None
     assert (found.saving.ranks, found.saving.is_computed) == (2, False)
     assert len(found.sentences) == 2
     assert under_way(trainers) == []

@@ -106,7 +106,6 @@ def test_a_killed_controller_takes_everything_along(tmp_path: Path) -> None:
         [sys.executable, str(CONTROLLER), str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
     ) as controller:
         try:
-            assert controller.stdout is not None
             for line in controller.stdout:
                 if "step" in line:
                     break

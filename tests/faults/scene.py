@@ -152,7 +152,6 @@ class Scene:
 
     def wait(self) -> int:
         """Wait for the controller's end; its exit code, negative where a signal ended it."""
-        assert self.pid is not None
         pid, self.pid = self.pid, None
         ended: list[int] = []
 

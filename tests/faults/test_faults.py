@@ -38,7 +38,6 @@ def kill_controller(scene: Scene, most_seconds: float) -> None:
     scene.start()
     scene.pause(most_seconds)
     before = scene.ended() if scene.is_recorded() else []
-    assert scene.pid is not None
     if is_alive(scene.pid):
         os.kill(scene.pid, signal.SIGKILL)
         TALLY.faults[scene.kind if "kill" in scene.kind else KILLED] += 1
@@ -130,7 +129,6 @@ def test_the_search_is_asked_to_end(scene_of: SceneOf, reference: Scene, kind: s
     scene.pause(reference.seconds / 3)
     before = scene.ended()
     # One that has ended by itself is not asked to.
-    assert scene.pid is not None
     scene.fault(is_alive(scene.pid))
     for number in numbers:
         os.kill(scene.pid, number)

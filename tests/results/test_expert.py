@@ -97,7 +97,6 @@ def test_no_speed_is_predicted_from_a_larger_batch_that_took_no_longer() -> None
 def test_of_one_batch_it_is_not_said_that_no_larger_one_fits() -> None:
     for batch, words in ((32, "(32 × 2"), (1, "(1 × 64")):
         found = expert_of(search((BF16, batch, completed(200.0))))
-        assert found is not None
         assert (found.candidate.per_device_train_batch_size, found.is_measured) == (batch, True)
         assert f"at the largest batch tried {words}" in found.describe()
         assert f"at a larger batch {words}" in dataclasses.replace(found, is_measured=False).describe()

@@ -82,7 +82,6 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert tag == self._open.name
-        assert self._open.parent is not None
         self._open = self._open.parent
 
     def handle_data(self, data: str) -> None:
@@ -341,7 +340,6 @@ def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) 
     given = prepare(request(), facts)
     with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
         key = inspection_key(given.request.device, BERT_LARGE)
-        assert key is not None
         if is_stored:
             store.answers.keep(key, facts)
             forecast = forecast_of(given, _Predicting(), KeptPredictions(AnswerCache(store.answers), BERT_LARGE))

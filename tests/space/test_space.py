@@ -410,7 +410,6 @@ class TestObstacles:
         assert self.told("padding_free", with_lengths(9, 9)) == "no sample is padded"
         assert self.told("padding_free", with_lengths(5, 9)) is None
         packed = with_lengths(9, 9)
-        assert packed.data is not None
         packed = dataclasses.replace(packed, data=dataclasses.replace(packed.data, packing=True))
         assert self.told("padding_free", packed) is None
         assert "packed" in str(self.told("unpadded", packed))

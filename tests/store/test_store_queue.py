@@ -24,10 +24,7 @@ def submit(queue: Queue, study: str = "bert", needs: Needs | None = None, **opti
 
 
 def start_next(queue: Queue, offer: Offer = CPU) -> JobRecord:
-    job = queue.next_for(offer)
-    started = queue.start(job.id, HERE)
-    assert started is not None
-    return started
+    return queue.start(queue.next_for(offer).id, HERE)
 
 
 def events_of(queue: Queue, job: JobRecord) -> list[tuple[int, str, str | None]]:

@@ -143,7 +143,6 @@ class TestReserve:
         ready = prepared(workload=workload, memory_limit_bytes=limit_gib * GIB, search_effort="default")
         answers = Answers()
         forecast = forecast_of(ready, answers)
-        assert forecast is not None
         return forecast, answers, ready
 
     def asked(self, answers: Answers) -> list[bool]:
@@ -355,7 +354,6 @@ def test_what_is_reserved_is_predicted_as_an_interval() -> None:
         (plain, 16, 4, 20000), (checkpointed, 16, 4, 20000), (checkpointed, 32, 2, round(LINE_MIB * 0.985))
     )
     predicted = model.prediction(Candidate(plain, 16, 4))
-    assert predicted is not None
     # No less is reserved than is allocated.
     assert reserved_interval(predicted, plain) == (20000 * MIB, 20280 * MIB)
     assert reserved_interval(predicted, checkpointed) == (20000 * MIB, 20440 * MIB)
@@ -365,7 +363,6 @@ def test_what_is_reserved_is_predicted_as_an_interval() -> None:
     assert not model.likely_fits(Candidate(checkpointed, 32, 2)), "its upper end is over the line"
     expanding = dataclasses.replace(plain, expandable_segments=True)
     predicted = model.prediction(Candidate(expanding, 16, 4))
-    assert predicted is not None
     assert reserved_interval(predicted, expanding) == (20060 * MIB, 20900 * MIB)
 
 
@@ -401,7 +398,6 @@ def test_on_one_gpu_what_is_reserved_rules_out_with_the_doubt_of_what_is_allocat
     model = model_of((arm, 4, 8, 14000), (arm, 8, 4, LINE_MIB - 2000))
     model.learn(Candidate(arm, 4, 8), peak(round(14000 * 0.951)))
     known = model.prediction(Candidate(arm, 8, 4))
-    assert known is not None
     for times, rules_out in ((1.04, False), (1.08, True)):
         told = dataclasses.replace(known, peak_reserved_bytes=round(LINE_MIB * times) * MIB, runs_out=True, fits=False)
         model.add(Question(arm, ((8, 4),), None), PredictionAnswer((told,), None))
@@ -415,7 +411,6 @@ def test_of_several_ranks_what_is_reserved_rules_out_too(strategy: Strategy | No
     model = model_of((arm, 4, 8, 14000), (arm, 8, 4, LINE_MIB - 2000))
     over = Candidate(arm, 8, 4)
     known = model.prediction(over)
-    assert known is not None
     loose = dataclasses.replace(known, peak_reserved_bytes=round(LINE_MIB * 1.02) * MIB, runs_out=True, fits=False)
     model.add(Question(arm, ((8, 4),), None), PredictionAnswer((loose,), None))
     assert model.surely_over(over) is rules_out, "it waits for what is predicted to fit"

@@ -168,11 +168,9 @@ class TestSecondMeasurements:
         older, newer = (past(candidate, completed(candidate), number=number) for number in (1, 2))
         known = library(older, newer)
         first = known.answer(candidate, Effort(), in_full=True)
-        assert first is not None
         asked = {Tried("own", candidate, first).process}
         assert asked == {newer.trial.id}
         second = known.answer(candidate, Effort(), in_full=True, not_from=asked)
-        assert second is not None
         assert Tried("own", candidate, second).process == older.trial.id
         assert known.answer(candidate, Effort(), in_full=True, not_from={older.trial.id, newer.trial.id}) is None
 
@@ -475,7 +473,6 @@ class TestTheSameSearchAgain:
 
     def differs(self, store: Store, device: Device = H200, **options: Any) -> str | None:
         known = store.study("first")
-        assert known is not None
         asked = dataclasses.replace(request(**options), study=None, device=device)
         # Versions that the recorded search was told, and this process has none of.
         packages = dict(FACTS.software.packages)

@@ -288,7 +288,6 @@ def test_what_the_parameters_cannot_express_teaches_a_sampler_nothing() -> None:
     """The baseline's batch need not be a multiple that Optuna's samplers draw."""
     _, study = driven("tpe", effective_batch=None, batch_multiple=16)
     asked = study.ask()
-    assert asked is not None
     step, trial = asked
     other = Candidate(step.candidate.arm, 7, 1)
     study.tell(trial, other, Completed(measurement(other, 1.0, GIB, GIB)))
