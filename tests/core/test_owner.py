@@ -4,11 +4,7 @@ import dataclasses
 import subprocess
 import sys
 
-from autotune.core.placement import Owner, _started, this_machine, this_owner
-
-
-def owner_of(pid: int) -> Owner:
-    return dataclasses.replace(this_owner(), pid=pid, started=_started(pid) or "")
+from autotune.core.placement import _started, this_machine, this_owner
 
 
 def test_this_process_is_there() -> None:
@@ -17,7 +13,7 @@ def test_this_process_is_there() -> None:
 
 def test_a_process_is_gone_once_it_was_killed_even_before_its_parent_notices() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    owner = owner_of(child.pid)
+    owner = dataclasses.replace(this_owner(), pid=child.pid, started=_started(child.pid))
     assert not owner.is_gone()
     child.kill()
     child.communicate()

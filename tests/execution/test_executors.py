@@ -91,7 +91,3 @@ class TestPlacement:
     def test_ranks_cannot_share_a_gpu(self) -> None:
         with pytest.raises(DeviceError, match="cuda:0 are not 2 GPUs"):
             Placement.of(self.GPU, self.GPU)
-
-    def test_unequal_gpus_are_refused_by_name(self) -> None:
-        with pytest.raises(DeviceError, match="A and B are not equal"):
-            Placement.of(self.GPU, Device("cuda", 1, "GPU-b", "B", GIB, None, None, None))

@@ -163,7 +163,7 @@ def trial_id_of(trial: Any) -> str:
     ],
 )
 def test_the_best_trial_is_the_right_one(port: int, names: dict[str, str], study: str, best: list[str]) -> None:
-    assert [names[trial_id_of(trial)] for trial in detail(port, study)["best_trials"]] == best
+    assert [names[trial_id] for trial_id in best_of(port, study)] == best
 
 
 def test_infeasible_trials_are_shown_as_such(port: int, names: dict[str, str]) -> None:
@@ -178,55 +178,51 @@ def test_infeasible_trials_are_shown_as_such(port: int, names: dict[str, str]) -
     }
 
 
-def test_a_server_that_runs_shows_what_is_recorded_meanwhile(tmp_path: Path) -> None:
-    path = tmp_path / "autotune.db"
-    with open_store(str(path)) as store:
-        study = new_study(store, "growing")
-        first = add_trial(store, study, 90.0)
-        with running(path) as port:
-            assert [trial_id_of(trial) for trial in detail(port, "growing")["best_trials"]] == [first]
-            add_trial(store, study, 100.0)
-            name_winner(store, study, first)
-            only = add_trial(store, new_study(store, "new"), 1.0)
-            assert [trial_id_of(trial) for trial in detail(port, "new")["best_trials"]] == [only]
-            assert [trial_id_of(trial) for trial in detail(port, "growing")["best_trials"]] == [first]
+def best_of(port: int, name: str) -> list[str]:
+    """Our ids of the trials that the page shows as the best."""
+    return [trial_id_of(trial) for trial in detail(port, name)["best_trials"]]
 
 
-def test_a_running_trial_is_shown_as_such(tmp_path: Path) -> None:
-    path = tmp_path / "autotune.db"
-    with open_store(str(path)) as store:
-        study = new_study(store, "running")
-        store.start_trial(TrialRecord(study.id, 0, Candidate(Arm(), 8), study.workload_id, study.environment_id))
-        with running(path) as port:
-            (trial,) = detail(port, "running")["trials"]
-    assert trial["state"] == "Running"
+def test_a_server_that_runs_shows_what_is_recorded_meanwhile(store: Store) -> None:
+    study = new_study(store, "growing")
+    first = add_trial(store, study, 90.0)
+    with running(store.path) as port:
+        assert best_of(port, "growing") == [first]
+        add_trial(store, study, 100.0)
+        name_winner(store, study, first)
+        only = add_trial(store, new_study(store, "new"), 1.0)
+        assert best_of(port, "new") == [only]
+        assert best_of(port, "growing") == [first]
+
+
+def test_a_running_trial_is_shown_as_such(store: Store) -> None:
+    study = new_study(store, "running")
+    store.start_trial(TrialRecord(study.id, 0, Candidate(Arm(), 8), study.workload_id, study.environment_id))
+    with running(store.path) as port:
+        assert [trial["state"] for trial in detail(port, "running")["trials"]] == ["Running"]
 
 
 @pytest.mark.parametrize(("objective", "label"), [("throughput", "samples/s"), ("max-batch", "per-device batch")])
-def test_the_objective_is_named(tmp_path: Path, objective: Objective, label: str) -> None:
-    path = tmp_path / "autotune.db"
-    with open_store(str(path)) as store:
-        add_trial(store, new_study(store, "study", objective), 1.0)
-        with running(path) as port:
-            assert detail(port, "study")["objective_names"] == [label]
-            assert ask(port, f"/csv/{id_of(port, 'study')}")[1].decode().startswith(f"Number,State,{label}")
+def test_the_objective_is_named(store: Store, objective: Objective, label: str) -> None:
+    add_trial(store, new_study(store, "study", objective), 1.0)
+    with running(store.path) as port:
+        assert detail(port, "study")["objective_names"] == [label]
+        assert ask(port, f"/csv/{id_of(port, 'study')}")[1].decode().startswith(f"Number,State,{label}")
 
 
-def test_parameters_that_never_varied_are_not_shown(tmp_path: Path) -> None:
-    path = tmp_path / "autotune.db"
-    with open_store(str(path)) as store:
-        study = new_study(store, "recorded")
-        for precision in ("bf16", "fp32", "bf16"):
-            add_trial(store, study, 100.0 if precision == "bf16" else 50.0, precision=precision)
-        with running(path) as port:
-            # Checkpointing may still be tried while the search runs, and is then shown of every trial.
-            assert "gradient_checkpointing" in shown_parameters(detail(port, "recorded"))
-        store.update_study(dataclasses.replace(study, state="finished"))
-        with running(path) as port:
-            shown = {"per_device_train_batch_size", "precision"}
-            assert shown_parameters(detail(port, "recorded")) == shown
-            importances = get_json(port, f"/api/studies/{id_of(port, 'recorded')}/param_importances")
-            assert {entry["name"] for entry in importances["param_importances"][0]} <= shown
+def test_parameters_that_never_varied_are_not_shown(store: Store) -> None:
+    study = new_study(store, "recorded")
+    for precision in ("bf16", "fp32", "bf16"):
+        add_trial(store, study, 100.0 if precision == "bf16" else 50.0, precision=precision)
+    with running(store.path) as port:
+        # Checkpointing may still be tried while the search runs, and is then shown of every trial.
+        assert "gradient_checkpointing" in shown_parameters(detail(port, "recorded"))
+    store.update_study(dataclasses.replace(study, state="finished"))
+    with running(store.path) as port:
+        shown = {"per_device_train_batch_size", "precision"}
+        assert shown_parameters(detail(port, "recorded")) == shown
+        importances = get_json(port, f"/api/studies/{id_of(port, 'recorded')}/param_importances")
+        assert {entry["name"] for entry in importances["param_importances"][0]} <= shown
 
 
 def shown_parameters(study: Any) -> set[str]:

@@ -84,13 +84,18 @@ def test_every_form_says_the_same_of_any_winner(
     said = {name: value for name, value in arguments.items() if value is not None and not isinstance(value, dict)}
     assert [flag.removeprefix("--") for flag in flags[::2]] == list(said)
     assert [as_flag(value) for value in said.values()] == flags[1::2]
-    made = ast.parse(render(export, "python")).body[-1]
+    script = ast.parse(render(export, "python"))
+    assert model in {node.value for node in ast.walk(script) if isinstance(node, ast.Constant)}
+    made = script.body[-1]
     assert isinstance(made, ast.Assign)
     assert isinstance(made.value, ast.Call)
     assert {word.arg: ast.literal_eval(word.value) for word in made.value.keywords} == arguments
     for line in render(export, "env").splitlines():
         assert len(shlex.split(line)) == 1
     assert all(len(line.splitlines()) == 1 for line in beside_lines(export))
+    # Variables of the environment may be none at all.
+    texts = [render(export, form) for form in FORMATS if form != "env"]
+    assert all(text.endswith("\n") and not text.endswith("\n\n") for text in texts)
 
 
 def as_flag(value: object) -> str:
@@ -205,21 +210,6 @@ def test_the_evaluation_has_the_batch_that_training_was_measured_with(fields: tu
     said = " ".join(beside_lines(own))
     assert "no evaluation was run: with per_device_eval_batch_size up to 32" in said
     assert "compute_metrics" in said
-
-
-# Variables of the environment may be none at all.
-@pytest.mark.parametrize("form", [form for form in FORMATS if form != "env"])
-def test_every_form_ends_in_one_newline(fields: tuple[str, ...], form: Any) -> None:
-    text = render(export_of("cpu-bf16-checkpointing", fields), form)
-    assert text.endswith("\n")
-    assert not text.endswith("\n\n")
-
-
-def test_the_script_quotes_whatever_the_model_is_called(fields: tuple[str, ...]) -> None:
-    for model in ("it's", 'a "model"', "C:\\new\\folder", "two\nlines"):
-        export = export_of("cpu-fp32", fields, tiny_workload("bert-tiny", model=model))
-        tree = ast.parse(render(export, "python"))
-        assert model in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
 def test_a_study_without_a_winner_has_nothing_to_export(fields: tuple[str, ...]) -> None:

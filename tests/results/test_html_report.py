@@ -6,10 +6,8 @@ import dataclasses
 import itertools
 import json
 import re
-import tempfile
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,9 +147,9 @@ def searched(store: Store, runner: ComputedRunner | RecordedRunner, given: Prepa
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Report:
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """The search of the example command over recorded trials, with the GPU's share of a step."""
-    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
+    with new_store(tmp_path_factory.mktemp("recorded")) as store:
         return searched(store, with_measured(RecordedRunner(EFFECTIVE_64), gpu_busy_share=0.7), prepared())
 
 
@@ -229,12 +227,10 @@ def test_the_export_can_be_copied(recorded: Report) -> None:
     assert json.loads(code.text) == make_export(recorded).arguments
 
 
-def test_a_study_without_a_winner() -> None:
-    runner = ComputedRunner(lambda candidate: 30 * GIB)
-    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
-        with pytest.raises(NothingFitsError):
-            search(store, runner, precisions=("bf16",))
-        made = load_report(store, "bert")
+def test_a_study_without_a_winner(store: Store) -> None:
+    with pytest.raises(NothingFitsError):
+        search(store, ComputedRunner(lambda candidate: 30 * GIB), precisions=("bf16",))
+    made = load_report(store, "bert")
     page = checked(made)
     assert "none: no trial is feasible" in page.section("Best configuration").text
     assert numbers_listed(page) == [each.number for each in made.trials]
@@ -260,12 +256,10 @@ def test_a_wide_interval_and_a_speed_up_that_is_a_bound_are_shown_as_that() -> N
     assert f"{format_rate(1000 * noisy.pooled(noisy.best).step_seconds)} ms ×/÷ " in html_page(noisy)
 
 
-def test_a_search_for_the_largest_batch() -> None:
+def test_a_search_for_the_largest_batch(store: Store) -> None:
     """Steps differ in size, so time is told a sample; the answer says what does not fit."""
     runner = ComputedRunner(lambda candidate: (5 + 0.5 * candidate.per_device_train_batch_size) * GIB)
-    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
-        made = searched(store, runner, prepared(objective="max-batch", effective_batch=None))
-    page = checked(made)
+    page = checked(searched(store, runner, prepared(objective="max-batch", effective_batch=None)))
     assert "time a sample" in page.section("Step times").text
     assert "does not fit" in page.section("Best configuration").text
 
@@ -335,23 +329,18 @@ class _Predicting:
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
-def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool) -> None:
+def test_the_memory_of_the_winner_where_a_prediction_is_stored(is_stored: bool, store: Store) -> None:
     facts = dataclasses.replace(FACTS, chip=CHIPS["h200"])
     given = prepare(request(), facts)
-    with tempfile.TemporaryDirectory() as folder, new_store(Path(folder)) as store:
-        key = inspection_key(given.request.device, BERT_LARGE)
-        if is_stored:
-            store.answers.keep(key, facts)
-            forecast = forecast_of(given, _Predicting(), KeptPredictions(AnswerCache(store.answers), BERT_LARGE))
-            forecast.complete()
-        made = searched(store, RecordedRunner(EFFECTIVE_64), given)
-        found, step = stored_prediction(made, made.best.candidate, store.answers)
+    if is_stored:
+        store.answers.keep(inspection_key(given.request.device, BERT_LARGE), facts)
+        forecast_of(given, _Predicting(), KeptPredictions(AnswerCache(store.answers), BERT_LARGE)).complete()
+    made = searched(store, RecordedRunner(EFFECTIVE_64), given)
+    found, step = stored_prediction(made, made.best.candidate, store.answers)
     page = checked(made, found, step)
     if not is_stored:
-        assert found is None
-        assert step is None
-        assert "Memory of the best configuration" not in page.titles
-        assert "Where the time goes" not in page.titles
+        assert (found, step) == (None, None)
+        assert not {"Memory of the best configuration", "Where the time goes"} & set(page.titles)
         return
     time = page.section("Where the time goes")
     rows = [[cell.text for cell in row.all("td")][1:] for row in time.all("tr")]

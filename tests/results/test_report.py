@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from autotune.results.study_view import trial_view
 from autotune.results.text import summary_lines
 from autotune.results.warnings import notes
 from autotune.results.wording import state_of, times
-from autotune.store.opening import open_store
 from autotune.store.records import NOTHING_LEFT, StopReason
 from autotune.store.repository import Store
 
@@ -217,12 +215,10 @@ WHOLE = report(BASELINE, WINNER, OVER)
 NO_SPEED = Completed(Measurement(0.0, (0.0,), 0.0, 0.0, GIB, GIB))
 
 
-def test_a_record_that_is_no_trial_is_refused_in_one_line(tmp_path: Path) -> None:
-    damaged = report(BASELINE, dataclasses.replace(WINNER, candidate=Candidate(Arm("fp8"), 8)))  # type: ignore[arg-type]
-    with open_store(str(tmp_path / "studies.db")) as store:
-        record(store, damaged)
-        with pytest.raises(StorageError, match="malformed Arm: Invalid enum value 'fp8'"):
-            load_report(store, "a-study")
+def test_a_record_that_is_no_trial_is_refused_in_one_line(store: Store) -> None:
+    record(store, report(BASELINE, dataclasses.replace(WINNER, candidate=Candidate(Arm("fp8"), 8))))
+    with pytest.raises(StorageError, match="malformed Arm: Invalid enum value 'fp8'"):
+        load_report(store, "a-study")
 
 
 @pytest.mark.parametrize(
@@ -238,33 +234,24 @@ def test_a_record_that_is_no_trial_is_refused_in_one_line(tmp_path: Path) -> Non
         (report(BASELINE, trial(1, BF16, 8, NO_SPEED)), "trial 1 is completed without a step time"),
     ],
 )
-def test_a_damaged_record_is_refused_in_one_line(tmp_path: Path, damaged: Report, problem: str) -> None:
-    with open_store(str(tmp_path / "studies.db")) as store:
-        record(store, damaged)
-        with pytest.raises(StorageError, match=problem) as refused:
-            load_report(store, "a-study")
+def test_a_damaged_record_is_refused_in_one_line(store: Store, damaged: Report, problem: str) -> None:
+    record(store, damaged)
+    with pytest.raises(StorageError, match=problem) as refused:
+        load_report(store, "a-study")
     assert "the study 'a-study' in" in refused.value.message
     assert "restore the database" in refused.value.hint
 
 
-def test_a_report_is_read_from_the_database(tmp_path: Path) -> None:
-    with open_store(str(tmp_path / "studies.db")) as store:
-        recorded = record(store, WHOLE)
-        study, trials = recorded.study, recorded.trials
-        made = load_report(store, "a-study")
-        assert made == Report(study, WORKLOAD, ENVIRONMENT, CEILING, trials)
-        assert made.best == trials[1]
-        assert made.baseline == trials[0]
+def test_a_report_is_read_from_the_database(store: Store) -> None:
+    recorded = record(store, WHOLE)
+    made = load_report(store, "a-study")
+    assert made == Report(recorded.study, WORKLOAD, ENVIRONMENT, CEILING, recorded.trials)
+    assert (made.baseline, made.best) == recorded.trials[:2]
 
 
-def test_an_unknown_study(tmp_path: Path) -> None:
-    with open_store(str(tmp_path / "studies.db")) as store:
-        with pytest.raises(UnknownStudyError, match="autotune search"):
-            load_report(store, "another")
-        same = {
-            "workload_id": store.intern_workload(WORKLOAD, "w"),
-            "environment_id": store.intern_environment({}, "e"),
-        }
-        store.create_study(dataclasses.replace(report(WINNER).study, **same))
-        with pytest.raises(UnknownStudyError, match=r"'another'.*a-study"):
-            load_report(store, "another")
+def test_an_unknown_study(store: Store) -> None:
+    with pytest.raises(UnknownStudyError, match="autotune search"):
+        load_report(store, "another")
+    record(store, report(WINNER))
+    with pytest.raises(UnknownStudyError, match=r"'another'.*a-study"):
+        load_report(store, "another")

@@ -1,11 +1,9 @@
 """Test which trials are repeated, how often, and which one counts in the end."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
+from postgres import sqlite_alone
 from recorded import EFFECTIVE_64, RecordedRunner, fault, measurement, out_of_memory
-from searching import new_store, search
+from searching import search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
@@ -86,12 +84,7 @@ def test_an_out_of_memory_beside_a_neighbour_is_never_held_against_a_candidate()
     assert history.ruled_out_by(BEST) is not None
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with new_store(tmp_path) as opened:
-        yield opened
-
-
+@sqlite_alone
 class TestInASearch:
     def test_a_killed_trial_is_run_again_next_and_takes_nothing_from_the_budget(self, store: Store) -> None:
         whole = search(store, RecordedRunner(EFFECTIVE_64), trials=3, study="whole")

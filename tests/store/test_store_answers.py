@@ -1,6 +1,5 @@
 """Test stored answers of trial processes in real files."""
 
-import sqlite3
 import subprocess
 import sys
 from contextlib import closing
@@ -14,7 +13,6 @@ from autotune.core.errors import StorageError
 from autotune.core.prediction import PredictionAnswer
 from autotune.store.answers import AnswerFile, open_answers
 from autotune.store.location import plain_path, resolve_location
-from autotune.store.opening import open_store
 from autotune.store.repository import Store
 
 PREDICTED = PredictionAnswer((), 64)
@@ -100,15 +98,6 @@ def test_looking_up_does_not_upgrade_an_older_database(tmp_path: Path) -> None:
     with closing(answers), pytest.raises(StorageError, match="no such table"):
         answers.find("0123", PredictionAnswer)
     assert path.read_bytes() == before
-
-
-def test_a_locked_database_is_said_to_be_locked(database: Path) -> None:
-    with open_store(str(database), lock_timeout_seconds=0.1) as store, closing(sqlite3.connect(database)) as other:
-        other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StorageError, match="locked"):
-            store.answers.keep("0123", PREDICTED)
-        other.rollback()
-        store.answers.keep("0123", PREDICTED)
 
 
 @sqlite_alone

@@ -413,14 +413,6 @@ class TestAnswer:
         states = [trial for trial in run.trials if trial.id == recorded[-1]]
         assert states[0].state == "completed"
 
-    def test_ctrl_c_keeps_the_best(self, tmp_path: Path) -> None:
-        count = len(search_on_gpu(Gpu(), tmp_path / "quick", search_effort="quick")[1].candidates)
-        observer, interruption = interrupt_after(count + 1)
-        with new_store(tmp_path) as store:
-            run = search(store, Gpu().runner(), observer, interruption, given=prepared_with_levers())
-        assert run.study.state == "interrupted"
-        assert run.study.best_trial_id is not None
-
     def test_a_lever_whose_trial_was_killed_is_told_of_once_it_was_tried_again(self, tmp_path: Path) -> None:
         whole, runner = search_on_gpu(Gpu(), tmp_path / "whole")
         lever = next(c for c in runner.candidates if levers_of(c.arm, LATE))
@@ -434,12 +426,16 @@ class TestAnswer:
         assert told[0] == told[1] != []
         assert not any("left out" in note for note in run.observer.notes)
 
-    def test_a_study_that_goes_on_repeats_no_lever(self, tmp_path: Path) -> None:
-        observer, interruption = interrupt_after(9)
+    def test_an_interrupted_study_keeps_its_best_and_goes_on_without_repeating_a_lever(self, tmp_path: Path) -> None:
+        observer, interruption = interrupt_after(4)
         with new_store(tmp_path) as store:
             first, second = Gpu().runner(), Gpu().runner()
-            search(store, first, observer, interruption, given=prepared_with_levers())
+            begun = search(store, first, observer, interruption, given=prepared_with_levers()).study
             search(store, second, given=prepared_with_levers())
+        assert begun.state == "interrupted"
+        assert begun.best_trial_id is not None
+        assert arms_with_levers(first)
+        assert second.candidates
         assert not {c for c in first.candidates if levers_of(c.arm, LATE)} & {*second.candidates}
 
     def test_a_quick_study_goes_on_where_it_is_searched_again(self, tmp_path: Path) -> None:

@@ -105,11 +105,6 @@ class TestRefused:
         [
             ({"effective_batch": 128}, "effective_batch: 64, now 128"),
             ({"precisions": ("bf16",)}, "precision: not given, now bf16"),
-            ({"memory_limit_bytes": 16 * GIB}, f"memory_limit_bytes: {24 * GIB}, now {16 * GIB}"),
-            ({"objective": "max-batch"}, "objective: 'throughput', now 'max-batch'"),
-            ({"sampler": "tpe"}, "sampler: 'autotune', now 'tpe'"),
-            ({"seed": 1}, "seed: 42, now 1"),
-            ({"gradient_checkpointing": "on"}, "gradient_checkpointing: 'auto', now 'on'"),
         ],
     )
     def test_other_options_are_named(self, store: Store, options: dict[str, Any], named: str) -> None:

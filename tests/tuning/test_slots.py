@@ -15,7 +15,7 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.device import Device
-from autotune.core.errors import DeviceError, InvalidRequestError, StorageError
+from autotune.core.errors import DeviceError, StorageError
 from autotune.core.outcome import Completed, Failed
 from autotune.core.units import GIB
 from autotune.estimate.history import History
@@ -204,11 +204,8 @@ def test_the_ceiling_and_the_devices_are_those_of_all() -> None:
 
 def test_the_option_makes_slots_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning_options, "find_gpus", lambda text: (H200, SECOND))
-    options = {"model": "bert-tiny", "effective_batch": 64, "parallel": True}
-    request = request_of({**options, "gpus": "2"})
+    request = request_of({"model": "bert-tiny", "effective_batch": 64, "parallel": True, "gpus": "2"})
     assert (request.others, request.beside, request.world_size) == ((), (SECOND,), 1)
-    with pytest.raises(InvalidRequestError, match="--parallel runs trials on several GPUs, and none are named"):
-        request_of(options)
 
 
 def test_a_study_goes_on_with_trials_on_more_devices(tmp_path: Path) -> None:
