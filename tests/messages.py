@@ -5,8 +5,10 @@ After a change of words, write the files anew and read what changed: ``REWRITE_M
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+
+from autotune.core.errors import AutotuneError
 
 FOLDER = Path(__file__).with_name("messages")
 
@@ -25,3 +27,21 @@ def check_messages(subject: str, cases: Mapping[str, Iterable[str]]) -> None:
     assert said.keys() == stored.keys()
     for name, lines in said.items():
         assert lines == stored[name], name
+
+
+def refusal(call: Callable[[], object]) -> list[str]:
+    """Return the kind of the error that a call ends with, its message and its hint."""
+    try:
+        call()
+    except AutotuneError as error:
+        return [type(error).__name__, error.message, error.hint]
+    return ["nothing is refused"]
+
+
+def check_refusals(subject: str, cases: Mapping[str, Callable[[], object]], folder: Path | None = None) -> None:
+    """Compare with the stored ones the errors that the calls end with; ``folder`` is FOLDER there."""
+    found = {name: refusal(call) for name, call in cases.items()}
+    if folder is not None:
+        found = {name: [line.replace(str(folder), "FOLDER") for line in told] for name, told in found.items()}
+    assert [name for name, told in found.items() if len(told) == 1] == []
+    check_messages(subject, found)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from command_line import COLD, ROOT, run_process
+from messages import check_messages
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
@@ -238,23 +239,6 @@ def view(*arms: dict[str, Any], **workload: Any) -> GpuView:
     )
 
 
-def test_a_configuration_of_which_nothing_fits_is_told_with_its_least_peak() -> None:
-    gpu = view(
-        arm("bf16", batch(8, 4 * GIB, True), batch(16, 8 * GIB, True), batch(32, 16 * GIB, False)),
-        arm("fp32", batch(8, 12 * GIB, False), batch(16, 24 * GIB, False)),
-        arm("fp16"),
-    )
-    rows = [re.split(r"  +", line) for line in gpu_lines(gpu, all_batches=False, anatomy=False)[1:]]
-    assert rows == [
-        ["configuration", "batch×acc", "reserved"],
-        ["bf16", "16 × 4", "8.0 GiB", "80%"],
-        ["fp32", "none; 8 × 8 needs", "12.0 GiB 120%"],
-        ["fp16", "not predicted"],
-    ]
-    lines = gpu_lines(gpu, all_batches=True, anatomy=False)
-    assert [line.split()[-1] for line in lines[2:]] == ["yes"] * 2 + ["no"] * 3
-
-
 def test_it_is_told_what_of_a_mixture_of_experts_is_not_quantized(tmp_path: Path) -> None:
     small = {
         "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_experts": 4,
@@ -289,107 +273,59 @@ def with_speed(row: dict[str, Any], samples_per_second: float) -> dict[str, Any]
     }
 
 
-def test_the_anatomy_has_the_time_of_each_kind_of_work() -> None:
-    kinds = {"matrix_product": 0.09, "softmax": 0.0095, "fill": 0.0005}
-    timed = {"step_seconds": 0.25, "gpu_seconds": 0.1, "gpu_seconds_by_kind": kinds}
-    arms = [
-        arm(
-            "bf16",
-            with_speed(batch(8, 4 * GIB, True), 80.0) | timed,
-            with_speed(batch(16, 8 * GIB, True), 90.0) | timed,
-        ),
-        arm("fp32", with_speed(batch(8, 12 * GIB, False), 40.0) | timed),
+def test_messages_of_predictions() -> None:
+    untimed = [
+        arm("bf16", batch(8, 4 * GIB, True), batch(16, 8 * GIB, True), batch(32, 16 * GIB, False)),
+        arm("fp32", batch(8, 12 * GIB, False), batch(16, 24 * GIB, False)),
+        arm("fp16"),
     ]
-    for all_batches, of_each in ((False, ["16 × 4"]), (True, ["8 × 8", "16 × 4", "8 × 8"])):
-        lines = time_lines(view(*arms).arms, all_batches=all_batches)
-        _, head, *rows = [re.split(r"  +", line) for line in lines]
-        assert head == ["configuration", "batch × acc", "step", "GPU", "matrix product", "softmax", "other"]
-        assert [row[1] for row in rows] == of_each
-        assert rows[0] == ["bf16", of_each[0], "250.0", "100.0", "90.0", "9.5", "0.5"]
-
-
-def test_the_fastest_batch_is_shown_and_what_to_choose() -> None:
-    arms = [
-        arm("bf16", with_speed(batch(8, 4 * GIB, True), 90.0), with_speed(batch(16, 8 * GIB, True), 88.0)),
-        arm("fp32", with_speed(batch(8, 12 * GIB, False), 40.0)),
-        arm("fp16", batch(8, 4 * GIB, True)),
-    ]
-    lines = gpu_lines(view(*arms), all_batches=False, anatomy=False)[1:]
-    assert [re.split(r"  +", line) for line in lines[:-1]] == [
-        ["configuration", "batch×acc", "reserved", "samples/s", "MFU", "limited by"],
-        ["bf16", "8 × 8", "4.0 GiB", "40%", "90.0", "40%", "matrix products"],
-        ["fp32", "none; 8 × 8 needs", "12.0 GiB 120%"],
-        ["fp16", "8 × 8", "4.0 GiB", "40%"],
-    ]
-    assert lines[-1] == (
-        "Choose bf16 at 8 × 8: 90.0 samples/s (72.0 to 108.0), 46,080 tokens/s. Within 3%: bf16 at 16 × 4."
-    )
-
-
-def test_the_head_says_the_weights_and_what_fp32_is_beside_them() -> None:
+    of_kinds = {"gpu_seconds_by_kind": {"matrix_product": 0.09, "softmax": 0.0095, "fill": 0.0005}}
+    bf16 = [with_speed(batch(size, 4 * GIB, True), speed) | of_kinds for size, speed in ((8, 90.0), (16, 88.0))]
+    slow = arm("fp32", with_speed(batch(8, 12 * GIB, False), 40.0) | of_kinds)
+    timed = [arm("bf16", *bf16), slow, arm("fp16", batch(8, 4 * GIB, True))]
     adapted = {"dtype": "bfloat16", "peft": "lora", "lora_rank": 8, "quantize": "4bit"}
-    head, *_ = gpu_lines(view(arm("fp32", batch(8, 4 * GIB, True)), **adapted), all_batches=False, anatomy=False)
-    said = "bfloat16 weights in 4 bits, LoRA of rank 8; fp32 below is without autocast, in bfloat16"
-    assert said in head
+    recomputes = arm("bf16", with_speed(batch(64, 9 * GIB, True), 123.4)) | {"gradient_checkpointing": True}
+    wide = [recomputes | {"optim": name} for name in ("adafactor", "lion_8bit")]
+    widest = view(*(each | {"fused_loss": True, "offload_activations": True} for each in wide))
+    zero = [{**arm("bf16", batch(8, 4 * GIB, True)), "strategy": name, "ranks": 2} for name in ("zero1", "zero2")]
+    zero.append({**arm("bf16", batch(8, 24 * GIB, False)), "strategy": "zero3", "ranks": 2})
+    on_two = view({**arm("bf16", bf16[0]), "strategy": "ddp", "ranks": 2}, *zero)
+    unknown = {**arm("bf16"), "strategy": "fsdp", "ranks": 2, "why_not": "tracing a step failed"}
     prices = Prices({}, "USD", "as given")
-    assert said in advice_lines([], replace(tiny_workload("gpt2-tiny"), **adapted), 64, 1e6, prices)[0]
-    head, *_ = gpu_lines(view(arm("fp32", batch(8, 4 * GIB, True))), all_batches=False, anatomy=False)
-    assert "float32 weights; a process" in head
-
-
-def test_weights_in_few_bits_are_said_to_train_more_slowly_than_predicted() -> None:
-    timed = arm("bf16", with_speed(batch(8, 4 * GIB, True), 90.0))
-    assert [line.split(":")[0] for line in accuracy_lines([view(timed, quantize="4bit")])] == [
-        "Predicted, not measured", "Few bits", "Few bits, speed", "Speed",
-    ]  # fmt: skip
-    told = accuracy_lines([view(timed)], ["adamw_bnb_8bit"])
-    assert [line.split(":")[0] for line in told] == ["Predicted, not measured", "Few bits", "Speed"]
-    candidate = Candidate(Arm("bf16"), 32, 2)
-    step = StepTime(candidate, 1.0, (0.9, 1.1), 1.0, 0.0, {}, 1e12, 1e15)
+    step = StepTime(Candidate(Arm("bf16"), 32, 2), 1.0, (0.9, 1.1), 1.0, 0.0, {}, 1e12, 1e15)
     predicted = Offer(find_chip("l4", known_chips(None)), Graded(step, "predicted"), None, 64.0, 1.0)
     measured = replace(predicted, graded=Graded(step, "measured"))
-    assert "1.08 to 1.86 times as long" in grade_lines([predicted, measured], "4bit")[-1]
-    assert "longer" not in "".join(grade_lines([measured], "4bit") + grade_lines([predicted]))
-
-
-def test_a_usual_table_fits_a_terminal_of_80_columns() -> None:
-    recomputes = arm("bf16", with_speed(batch(64, 9 * GIB, True), 123.4)) | {"gradient_checkpointing": True}
-    lines = gpu_lines(view(recomputes), all_batches=False, anatomy=False)
-    assert lines[2].startswith("bf16, checkpointing  64 × 1 ")
-    assert {len(line) <= 80 for line in lines[1:3]} == {True}
-
-
-def test_a_wide_table_is_narrowed_to_the_terminal() -> None:
-    timed = with_speed(batch(64, 9 * GIB, True), 123.4)
-    arms = [arm("bf16", timed) | {"gradient_checkpointing": True, "optim": name} for name in ("adafactor", "lion_8bit")]
-    wide, fused = view(*arms), view(*(each | {"fused_loss": True, "offload_activations": True} for each in arms))
-    _, head, *_ = gpu_lines(wide, all_batches=False, anatomy=False, columns=None)
-    assert head.endswith("limited by")
-    _, head, row, *_ = gpu_lines(wide, all_batches=False, anatomy=False, columns=76)
-    assert re.split(r"  +", head) == ["configuration", "batch×acc", "reserved", "samples/s", "MFU"]
-    assert len(row) <= 76
-    lines = prediction_lines([fused, fused], all_batches=False, anatomy=False, columns=60)
-    table = lines[1:6]
-    assert table[0].split() == ["configuration", "batch×acc", "reserved", "samples/s"]
-    assert [line.split("  ")[0] for line in table[1:3]] == ["bf16, checkpointing,", ""]
-    assert all(len(line) <= 60 for line in (*table, *lines[-5:]))
-
-
-def test_a_strategy_of_which_nothing_is_predicted_is_not_said_not_to_fit() -> None:
-    of_two = {"strategy": "fsdp", "ranks": 2, "why_not": "tracing a step failed"}
-    lines = gpu_lines(view({**arm("bf16"), **of_two}), all_batches=False, anatomy=False)
-    assert lines[-2:] == ["Not predicted: tracing a step failed.", "What fits: fsdp is not predicted."]
-
-
-def test_strategies_without_a_predicted_speed_are_no_choice_and_named() -> None:
-    zero = [{**arm("bf16", batch(8, 4 * GIB, True)), "strategy": name, "ranks": 2} for name in ("zero1", "zero2")]
-    ddp = {**arm("bf16", with_speed(batch(8, 4 * GIB, True), 90.0)), "strategy": "ddp", "ranks": 2}
-    over = {**arm("bf16", batch(8, 24 * GIB, False)), "strategy": "zero3", "ranks": 2}
-    gpu = view(ddp, *zero, over)
-    assert choice_line(gpu.best, gpu.arms).endswith(
-        " zero1, zero2 fit, too: not compared, since their speed is not predicted."
-    )
-    assert "not compared" not in choice_line(gpu.best, gpu.arms[:1])
+    plain = {"all_batches": False, "anatomy": False}
+    rows = {
+        "the largest batches": gpu_lines(view(*untimed), **plain),
+        "all batches": gpu_lines(view(*untimed), all_batches=True, anatomy=False),
+        "the fastest batches and the choice": gpu_lines(view(*timed), **plain),
+        "the time of each kind of work": time_lines(view(*timed[:2]).arms, all_batches=False),
+        "the time of each kind of work, all batches": time_lines(view(*timed[:2]).arms, all_batches=True),
+        "adapters over few bits": gpu_lines(view(slow, **adapted), **plain),
+        "adapters over few bits, GPUs compared": advice_lines(
+            [], replace(tiny_workload("gpt2-tiny"), **adapted), 64, 1e6, prices
+        ),
+        "limits of what is predicted, few bits": accuracy_lines([view(timed[0], quantize="4bit")]),
+        "limits of what is predicted, an optimizer of 8 bits": accuracy_lines([view(timed[0])], ["adamw_bnb_8bit"]),
+        "grades, few bits": grade_lines([predicted, measured], "4bit"),
+        "grades, few bits that were measured": grade_lines([measured], "4bit"),
+        "grades": grade_lines([predicted]),
+        "80 columns": gpu_lines(view(recomputes), **plain),
+        "a wide table": gpu_lines(view(*wide), **plain, columns=None),
+        "76 columns": gpu_lines(view(*wide), **plain, columns=76),
+        "60 columns": prediction_lines([widest, widest], **plain, columns=60),
+        "a strategy that is not predicted": gpu_lines(view(unknown), **plain),
+        "strategies without a speed": [choice_line(on_two.best, on_two.arms)],
+        "one strategy": [choice_line(on_two.best, on_two.arms[:1])],
+        "operations of no known kind": [
+            unknown_line({"notes::scan": 2, "aten::_fft_r2c": 12, "a::b": 1, "a::c": 1, "a::d": 1}, 0.0312)
+        ],
+    }
+    check_messages("predictions", rows)
+    for name, columns, count in (("80 columns", 80, 3), ("76 columns", 76, 4), ("60 columns", 60, 6)):
+        assert max(map(len, rows[name][1:count])) <= columns
+    assert all(len(line) <= 60 for line in rows["60 columns"][-5:])
 
 
 def test_a_gpu_of_ones_own_is_described_in_a_file(tmp_path: Path) -> None:
@@ -484,11 +420,3 @@ def test_a_prediction_where_nothing_can_be_kept_is_made_all_the_same(tmp_path: P
 def test_a_prediction_that_is_refused_leaves_nothing_behind(refused: tuple[str, ...], tmp_path: Path) -> None:
     assert run_process(*_SMALL, *refused, folder=tmp_path).code != 0
     assert list(tmp_path.iterdir()) == []
-
-
-def test_operations_of_no_known_kind_are_named_the_most_frequent_first() -> None:
-    told = unknown_line({"notes::scan": 2, "aten::_fft_r2c": 12, "a::b": 1, "a::c": 1, "a::d": 1}, 0.0312)
-    assert told == (
-        "Too fast, perhaps: how long aten::_fft_r2c (12 ×), notes::scan (2 ×), a::b (1 ×), a::c (1 ×) and 1 more take "
-        "is not known. Their memory traffic is counted, 3.1% of the GPU time, and nothing else of them."
-    )

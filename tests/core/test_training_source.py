@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
+from messages import check_refusals
 
-from autotune.core.errors import InvalidRequestError
 from autotune.core.training_source import TrainingSource, find_script, find_trainer
 from autotune.core.workload import Workload
 
@@ -55,31 +56,24 @@ def test_a_function_is_found_and_build_is_its_usual_name(folder: Path) -> None:
         assert found.name == f"run_glue.py:{function}"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["none.py"], "there is no file none.py"),
-        (["python", "pack"], "pack is not a file"),
-        (["python"], "names no script"),
-        (["python", "-c", "1"], "names no script"),
-        (["--do_train"], "names no script"),
-        (["python", "-m", "pack.none"], "there is no module pack.none"),
-        (["python", "-m", "none.such"], "there is no module none.such"),
-        (["env", "SEED=1", "python", "run_glue.py"], "begins with a variable of the environment"),
-        (["./run.sh"], "the script ./run.sh is not Python"),
-        (["binary", "run_glue.py"], "the script binary is not Python"),
-    ],
-)
-def test_what_cannot_be_run_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as raised:
-        find_script(words)
-    assert raised.value.hint
+SCRIPTS = """\
+none.py
+python pack
+python
+python -c 1
+--do_train
+python -m pack.none
+python -m none.such
+env SEED=1 python run_glue.py
+./run.sh
+binary run_glue.py
+"""
+TRAINERS = ("none.py:build", "none.py", "pack:build", "run_glue.py:no name")
 
 
-@pytest.mark.parametrize("text", ["none.py:build", "none.py", "pack:build", "run_glue.py:no name"])
-def test_a_trainer_that_is_not_there_is_refused(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="--trainer"):
-        find_trainer(text)
+def test_messages_of_code_that_cannot_be_run(folder: Path) -> None:
+    cases = {line: partial(find_script, line.split()) for line in SCRIPTS.splitlines()}
+    check_refusals("code", cases | {f"--trainer {name}": partial(find_trainer, name) for name in TRAINERS}, folder)
 
 
 def fingerprint(source: TrainingSource) -> str:

@@ -11,11 +11,14 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from messages import check_refusals
 from recorded import ComputedRunner
 from reported import report_of
 from searching import BERT_LARGE, FACTS, H200, MODEL, RecordingObserver, facts, new_store, search
@@ -25,7 +28,7 @@ from autotune.cli.search import print_result
 from autotune.core.candidate import OF_RANKS, Arm, Candidate, Document
 from autotune.core.dataset_spec import DataSpec
 from autotune.core.device import Device
-from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
+from autotune.core.errors import DeviceError, InvalidRequestError
 from autotune.core.inspection import AfterStep
 from autotune.core.options import BY_NAME
 from autotune.core.outcome import Completed
@@ -185,34 +188,26 @@ def test_gpus_by_number_name_or_all(text: str, found: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"gpus": "4"}, "--gpus 4: there are 3 GPUs here"),
-        ({"gpus": "0"}, "--gpus 0 leaves nothing"),
-        ({"gpus": "cpu"}, "'cpu' names no GPUs"),
-        ({"gpus": "two"}, "'two' names no GPUs"),
-        ({"gpus": "-1"}, "'-1' names no GPUs"),
-        ({"gpus": "00"}, "--gpus 0 leaves nothing"),
-        ({"gpus": "9" * 5000}, "names no GPUs"),
-        ({"device": "cuda:" + "9" * 5000}, "is not a device"),
-        ({"parallel": True, "device": "cuda:0"}, "--parallel runs trials on several GPUs, and none are named"),
-        ({"device": "cuda:0,cuda:1"}, "'cuda:0,cuda:1' is not a device"),
-        ({"gpus": "0,cuda:0"}, "--gpus 0,cuda:0 names cuda:0 more than once"),
-        ({"gpus": "2", "parallel": True, "strategy": ("fsdp",)}, "--parallel has each trial train on one"),
-        ({"gpus": "all"}, "NVIDIA H200 and NVIDIA L4 are not equal"),
-        ({"gpus": "2", "device": "cuda:0"}, "--device cuda:0 is one device, and --gpus 2 names others"),
-        ({"gpus": "2", "world_size": 4}, "--world-size 4 is not the 2 GPUs"),
-        ({"gpus": "2", "effective_batch": 33}, "--effective-batch 33 cannot be shared equally by 2 devices"),
-        ({"strategy": ("fsdp",)}, "--strategy fsdp applies to several GPUs, and there is one"),
-        ({"gpus": "2", "strategy": ("fsdp",), "optim": ("adafactor",)}, "--optim adafactor cannot update sharded"),
-    ],
-)
-def test_gpus_that_cannot_be_are_one_clear_line(options: Document, message: str) -> None:
-    with pytest.raises((DeviceError, InvalidRequestError)) as caught:
+def test_messages_of_gpus_that_cannot_be() -> None:
+    cases: list[Document] = [
+        *({"gpus": text} for text in ("4", "0", "cpu", "two", "-1", "00", "0,cuda:0", "all")),
+        {"parallel": True, "device": "cuda:0"},
+        {"device": "cuda:0,cuda:1"},
+        {"gpus": "2", "parallel": True, "strategy": ("fsdp",)},
+        {"gpus": "2", "device": "cuda:0"},
+        {"gpus": "2", "world_size": 4},
+        {"gpus": "2", "effective_batch": 33},
+        {"strategy": ("fsdp",)},
+        {"gpus": "2", "strategy": ("fsdp",), "optim": ("adafactor",)},
+    ]
+    asked: Document = {"model": "bert-tiny", "effective_batch": 64}
+    check_refusals("gpus", {str(each): partial(open_search, {**asked, **each}) for each in cases})
+
+
+@pytest.mark.parametrize("options", [{"gpus": "9" * 5000}, {"device": "cuda:" + "9" * 5000}], ids=["gpus", "device"])
+def test_a_number_of_more_digits_than_python_reads_is_refused(options: Document) -> None:
+    with pytest.raises(InvalidRequestError, match=r"names no GPUs|is not a device"):
         open_search({"model": "bert-tiny", "effective_batch": 64, **options})
-    assert message in caught.value.message
-    assert caught.value.hint
 
 
 def test_gpus_in_python_are_a_number_or_a_list() -> None:
@@ -448,67 +443,38 @@ def with_data(**changes: Any) -> Workload:
 
 
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("changes", "message", "hint"),
-        [
-            ({"context_parallel": 3}, "--context-parallel 3 does not divide the number of GPUs", "divisor of --gpus"),
-            ({"context_parallel": 0}, "--context-parallel 0 does not divide the number of GPUs", "divisor of --gpus"),
-            ({"gpus": 1, "world_size": 1}, "GPUs that are trained on, 1", "add --gpus 2"),
-            ({"world_size": 4}, "--world-size 4 is not the 2 groups of 2 GPUs", "leave it out"),
-            ({"effective_batch": 3}, "cannot be shared equally by 2 groups of 2 devices", "--effective-batch 2 or 4"),
-            ({"batch_multiple": 8}, "the 2 samples that a group of devices gets", "would work: 1, 2"),
-            (
-                {"optims": ("adafactor",)},
-                "--context-parallel 2: --optim adafactor cannot update sharded weights",
-                "leave --context-parallel out, or use --optim adamw_torch_fused",
-            ),
-            ({"liger": "auto"}, "does not go with --lever liger", "leave --lever liger out"),
-            ({"workload": with_data(packing=True)}, "does not go with --packing", "leave --packing out"),
-            ({"workload": BERT}, "this is sequence-classification", "leave --context-parallel out"),
-            ({"strategies": ("ddp", "fsdp")}, "with FSDP, not ddp", "use --strategy fsdp-keep,fsdp"),
-            ({"attn_implementations": ("eager",)}, "with sdpa, not eager", "leave --attn out"),
-            (
-                {"workload": dataclasses.replace(LLAMA, seq_len=66)},
-                "in 4 equal stretches, and 66 tokens are not divisible",
-                "use --seq-len 64 or 68",
-            ),
-            ({"workload": with_data()}, "those of --dataset differ", "add --pad-to-multiple-of 4"),
-            ({"workload": with_data(pad_to_multiple_of=6)}, "those of --dataset differ", "--pad-to-max-length"),
-            (
-                {"padding_free": "on", "workload": dataclasses.replace(LLAMA, padding=0.5)},
-                "does not go with --lever padding_free",
-                "leave --lever padding_free out",
-            ),
-            (
-                {"workload": dataclasses.replace(LLAMA, quantize="4bit", peft="lora", lora_rank=4)},
-                "--context-parallel 2: weights in 4 bits are not sharded",
-                "leave --context-parallel out, or leave --quantize out",
-            ),
-        ],
-    )
-    def test_what_cannot_be_is_one_clear_line(self, changes: Document, message: str, hint: str) -> None:
-        with pytest.raises(AutotuneError) as caught:
-            prepared(**changes)
-        assert message in caught.value.message
-        assert hint in str(caught.value.hint)
+    def test_messages_of_samples_that_cannot_be_shared(self) -> None:
+        whole = dataclasses.replace(MODEL, attn_implementations=("sdpa",), **{**LAYERS, "layer_classes": ()})
+        eager = dataclasses.replace(MODEL, attn_implementations=("eager",), **LAYERS)
+        on_cpu = SearchRequest(LLAMA, CPU, others=(CPU,), world_size=1, context_parallel=2)
+        cases: dict[str, Document] = {
+            "3 of 4": {"context_parallel": 3},
+            "0 of 4": {"context_parallel": 0},
+            "one GPU": {"gpus": 1, "world_size": 1},
+            "another world size": {"world_size": 4},
+            "an unequal effective batch": {"effective_batch": 3},
+            "a batch multiple": {"batch_multiple": 8},
+            "an optimizer": {"optims": ("adafactor",)},
+            "Liger": {"liger": "auto"},
+            "packing": {"workload": with_data(packing=True)},
+            "another task": {"workload": BERT},
+            "DDP": {"strategies": ("ddp", "fsdp")},
+            "eager attention": {"attn_implementations": ("eager",)},
+            "a length that is not divisible": {"workload": dataclasses.replace(LLAMA, seq_len=66)},
+            "lengths that differ": {"workload": with_data()},
+            "lengths padded to another multiple": {"workload": with_data(pad_to_multiple_of=6)},
+            "rows": {"padding_free": "on", "workload": dataclasses.replace(LLAMA, padding=0.5)},
+            "few bits": {"workload": dataclasses.replace(LLAMA, quantize="4bit", peft="lora", lora_rank=4)},
+        }
+        calls: dict[str, Callable[[], object]] = {name: partial(prepared, **each) for name, each in cases.items()}
+        calls["a model without sdpa"] = partial(check_inspected, request_of(), facts(), eager)
+        calls["a model without layers"] = partial(check_inspected, request_of(), facts(), whole)
+        calls["a CPU"] = partial(check_request, on_cpu)
+        check_refusals("context_parallel", calls)
 
     def test_padded_samples_that_are_divisible_are_searched(self) -> None:
         check_request(request_of(workload=with_data(pad_to_multiple_of=8)))
         check_request(request_of(workload=with_data(padding="max_length")))
-
-    def test_a_model_without_the_attention_cannot(self) -> None:
-        request, model = request_of(), dataclasses.replace(MODEL, attn_implementations=("eager",), **LAYERS)
-        with pytest.raises(AutotuneError, match="has no sdpa attention") as caught:
-            check_inspected(request, facts(), model)
-        assert caught.value.hint == "leave --context-parallel out"
-        whole = dataclasses.replace(model, attn_implementations=("sdpa",), layer_classes=())
-        with pytest.raises(AutotuneError, match=r"--context-parallel 2: .* has no class of layers") as caught:
-            check_inspected(request, facts(), whole)
-        assert caught.value.hint == "leave --context-parallel out"
-
-    def test_a_cpu_cannot(self) -> None:
-        with pytest.raises(AutotuneError, match="cpu has no attention over several ranks"):
-            check_request(SearchRequest(LLAMA, CPU, others=(CPU,), world_size=1, context_parallel=2))
 
 
 class TestExported:

@@ -1,16 +1,19 @@
 """Test which ways of sharing a model are searched, what each sets, and what is refused."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from histories import completed, ran_out
+from messages import check_refusals
 from searching import BERT_LARGE, FACTS, H200, ceiling_of, facts, request
 
 from autotune.core.candidate import Arm, Candidate, Document, Strategy
 from autotune.core.code_interface import CodeInterface
 from autotune.core.device import Chip, Device
-from autotune.core.errors import DeviceError, InvalidRequestError, NothingFitsError
+from autotune.core.errors import NothingFitsError
 from autotune.core.inspection import AfterStep, OwnSettings
 from autotune.core.messages import Answer
 from autotune.core.prediction import PredictionWork
@@ -129,73 +132,51 @@ def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:
 LOOP = Workload.of_source(TrainingSource("loop", "/train.py", "0", "/", function="train"))
 QUANTIZED = dataclasses.replace(BERT_LARGE, quantize="4bit", peft="lora", lora_rank=8)
 UNSHARDED = "version 1.3.0 has no FSDP2, later ones have"
-LOOPS = "trains in a loop of its own, which is measured on one GPU only"
-NEED_TRAINER = "; DDP and FSDP of your own code need transformers.Trainer"
 OF_LOOP = {**own_trainer(), "interface": CodeInterface("accelerate")}
 """The inspection of a script shows that it has a loop of its own."""
 
 
+Case = tuple[Strategy | None, Document, Document]
+
+
 @pytest.mark.usefixtures("with_deepspeed")
-@pytest.mark.parametrize(
-    ("strategies", "model", "options", "message", "hint"),
-    [
-        ("hybrid", LAYERS, {}, "divides the GPUs in equal groups of two or more, and 2 make none", "use fsdp"),
-        ("hybrid", own_trainer(), {"workload": OWN}, "code of your own is searched with DDP and FSDP only", ""),
-        ("fsdp", {"layer_classes": ()}, {}, "BertForSequenceClassification has no class of layers", "--strategy ddp"),
-        ("fsdp", {**LAYERS, "sharding_error": "shared weights"}, {}, "cannot shard Bert", "--strategy ddp"),
-        ("fsdp", {"layer_classes": (), "sharding_error": UNSHARDED}, {},
-         f"accelerate cannot shard BertForSequenceClassification: {UNSHARDED}", "--strategy ddp"),
-        ("fsdp", LAYERS, {"optims": ("adafactor",)}, "--optim adafactor cannot update sharded weights",
-         "--optim adamw_torch_fused"),
-        ("fsdp", LAYERS, {"workload": QUANTIZED}, "weights in 4 bits are not sharded",
-         "--strategy ddp, or leave --quantize out"),
-        ("fsdp", own_trainer("adafactor"), {"workload": OWN, "optims": ()},
-         "--strategy fsdp: the optimizer adafactor of train.py cannot update sharded weights",
-         "use --strategy ddp, or use --optim adamw_torch_fused"),
-        ("fsdp", own_trainer("own"), {"workload": OWN, "optims": ()},
-         "--strategy fsdp: the optimizer that train.py makes itself cannot update sharded weights",
-         "use --strategy ddp, or name one in its TrainingArguments (optim)"),
-        ("fsdp", own_trainer("adamw_torch"), {"workload": OWN, "optims": ("adafactor",)},
-         "--strategy fsdp: --optim adafactor cannot update sharded weights",
-         "use --strategy ddp, or use --optim adamw_torch_fused"),
-        ("fsdp", OF_LOOP, {"workload": OWN}, f"--strategy fsdp: train.py {LOOPS}",
-         f"leave --gpus and --strategy out{NEED_TRAINER}"),
-        (None, OF_LOOP, {"workload": OWN}, f"--gpus: train.py {LOOPS}", f"leave --gpus out{NEED_TRAINER}"),
-        ("fsdp", OF_LOOP, {"workload": LOOP}, f"--strategy fsdp: train.py:train {LOOPS}",
-         f"leave --gpus and --strategy out{NEED_TRAINER}"),
-        ("zero2", OF_LOOP, {"workload": LOOP}, f"--strategy zero2: train.py:train {LOOPS}",
-         f"leave --gpus and --strategy out{NEED_TRAINER}"),
-        (None, OF_LOOP, {"workload": LOOP}, f"--gpus: train.py:train {LOOPS}", f"leave --gpus out{NEED_TRAINER}"),
-        ("zero2-offload", LAYERS, {"workload": OWN}, "code of your own is searched with DDP and FSDP only",
-         "use --strategy ddp,fsdp, or"),
-        ("zero1", LAYERS, {"optims": ("adamw_bnb_8bit",)}, "--optim adamw_bnb_8bit cannot update sharded weights", ""),
-        ("zero2", LAYERS, {"torch_compile": "on"}, "DeepSpeed's steps are not searched compiled", ""),
-        ("zero3", LAYERS, {"workload": QUANTIZED}, "weights in 4 bits are not sharded", ""),
-        ("zero2-offload", LAYERS, {"device": "cpu", "precisions": ("fp32",)}, "the training is there already", ""),
-        ("fsdp", LAYERS, {"device": "cpu", "precisions": ("fp32",)}, "on a CPU accelerate always trains with DDP", ""),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_one_clear_line(
-    cpu: Device, strategies: Strategy | None, model: Document, options: Document, message: str, hint: str
-) -> None:
-    given = {**options, "device": cpu} if "device" in options else options
-    with pytest.raises((DeviceError, InvalidRequestError)) as caught:
-        prepared_on_two(model, strategies=strategies and (strategies,), **given)
-    assert message in caught.value.message
-    assert hint in str(caught.value.hint)
-    assert caught.value.hint
-
-
-def test_a_loop_of_its_own_on_one_gpu_has_no_strategy() -> None:
-    with pytest.raises(InvalidRequestError, match="trains in a loop of its own") as caught:
-        check_request(SearchRequest(LOOP, H200, effective_batch=64, strategies=("fsdp",)))
-    assert caught.value.hint.startswith("leave --strategy out")
-
-
-def test_own_code_on_one_gpu_under_zero_is_told_what_works() -> None:
-    with pytest.raises(InvalidRequestError, match="code of your own is searched with DDP and FSDP only") as caught:
-        check_request(SearchRequest(OWN, H200, strategies=("zero2-offload",)))
-    assert caught.value.hint.startswith("leave --strategy out, or")
+def test_messages_of_strategies_that_cannot_be(cpu: Device) -> None:
+    few_bits: Document = {"workload": QUANTIZED}
+    of_cpu: Document = {"device": cpu, "precisions": ("fp32",)}
+    cases: dict[str, Case] = {
+        "two equal groups": ("hybrid", LAYERS, {}),
+        "groups of one's own code": ("hybrid", own_trainer(), {"workload": OWN}),
+        "no class of layers": ("fsdp", {"layer_classes": ()}, {}),
+        "shared weights": ("fsdp", {**LAYERS, "sharding_error": "shared weights"}, {}),
+        "an older accelerate": ("fsdp", {"layer_classes": (), "sharding_error": UNSHARDED}, {}),
+        "an optimizer": ("fsdp", LAYERS, {"optims": ("adafactor",)}),
+        "weights in few bits": ("fsdp", LAYERS, few_bits),
+        "the optimizer of one's own Trainer": ("fsdp", own_trainer("adafactor"), {"workload": OWN, "optims": ()}),
+        "an optimizer that a script makes": ("fsdp", own_trainer("own"), {"workload": OWN, "optims": ()}),
+        "another optimizer for one's own Trainer": (
+            "fsdp", own_trainer("adamw_torch"), {"workload": OWN, "optims": ("adafactor",)}
+        ),
+        "a script with a loop": ("fsdp", OF_LOOP, {"workload": OWN}),
+        "a script with a loop, no strategy": (None, OF_LOOP, {"workload": OWN}),
+        "a loop": ("fsdp", OF_LOOP, {"workload": LOOP}),
+        "a loop under ZeRO": ("zero2", OF_LOOP, {"workload": LOOP}),
+        "a loop, no strategy": (None, OF_LOOP, {"workload": LOOP}),
+        "one's own code under ZeRO": ("zero2-offload", LAYERS, {"workload": OWN}),
+        "an optimizer under ZeRO": ("zero1", LAYERS, {"optims": ("adamw_bnb_8bit",)}),
+        "compiled under ZeRO": ("zero2", LAYERS, {"torch_compile": "on"}),
+        "weights in few bits under ZeRO": ("zero3", LAYERS, few_bits),
+        "offloaded on a CPU": ("zero2-offload", LAYERS, of_cpu),
+        "sharded on a CPU": ("fsdp", LAYERS, of_cpu),
+    }  # fmt: skip
+    calls: dict[str, Callable[[], object]] = {
+        name: partial(prepared_on_two, model, strategies=strategy and (strategy,), **options)
+        for name, (strategy, model, options) in cases.items()
+    }
+    alone = {
+        "a loop on one GPU": SearchRequest(LOOP, H200, effective_batch=64, strategies=("fsdp",)),
+        "one's own code under ZeRO on one GPU": SearchRequest(OWN, H200, strategies=("zero2-offload",)),
+    }
+    check_refusals("strategies", calls | {name: partial(check_request, asked) for name, asked in alone.items()})
 
 
 @pytest.mark.parametrize(("limit", "strategies"), [(24 * GIB, {"ddp"}), (3 * GIB, {"ddp", "fsdp", "fsdp-keep"})])
@@ -237,22 +218,17 @@ def test_the_stages_of_zero_are_arms_where_deepspeed_is_installed(cpu: Device) -
     assert {arm.strategy for arm in prepared_on_two(device=cpu, precisions=("fp32",)).space.arms} == {"ddp"}
 
 
-def test_what_zero_cannot_do_is_told_before_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody should install DeepSpeed and bitsandbytes to be refused then."""
+def test_messages_where_deepspeed_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ZeRO cannot do is told before what it needs, so that nobody installs that to be refused then."""
     monkeypatch.setattr("autotune.space.features.version_of", lambda package: None)
-    with pytest.raises(InvalidRequestError, match="weights in 4 bits are not sharded") as caught:
-        prepared_on_two(strategies=("zero3",), workload=QUANTIZED)
-    assert caught.value.hint == "use --strategy ddp, or leave --quantize out, so that the weights can be sharded"
-    with pytest.raises(InvalidRequestError, match="not searched with weights in 4 bits") as caught:
-        check_request(SearchRequest(QUANTIZED, H200, effective_batch=64, strategies=("zero2-offload",)))
-    assert caught.value.hint == "leave --strategy out, or leave --quantize out"
-
-
-def test_without_deepspeed_zero_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.space.features.version_of", lambda package: None)
-    with pytest.raises(InvalidRequestError, match="--strategy zero2 needs deepspeed") as caught:
-        prepared_on_two(strategies=("zero2",))
-    assert "[deepspeed]" in str(caught.value.hint)
+    monkeypatch.setattr("autotune.space.features.how_to_add", lambda package: f"install [{package}]")
+    offloads = SearchRequest(QUANTIZED, H200, effective_batch=64, strategies=("zero2-offload",))
+    cases: dict[str, Callable[[], object]] = {
+        "weights in few bits": partial(prepared_on_two, strategies=("zero3",), workload=QUANTIZED),
+        "weights in few bits, offloaded on one GPU": partial(check_request, offloads),
+        "ZeRO": partial(prepared_on_two, strategies=("zero2",)),
+    }
+    check_refusals("without_deepspeed", cases)
     # What is only predicted is not run.
     prepared_on_two(strategies=("zero2",), is_at_hand=False)
 
