@@ -3,18 +3,20 @@
 import dataclasses
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import check_refusals
 from searching import BERT_LARGE, CONTEXT_BYTES, FACTS, H200, MODEL, facts, prepared, request
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.ceiling import Headroom
 from autotune.core.code_interface import CodeInterface, Framework
-from autotune.core.errors import InvalidRequestError, NothingFitsError, UnknownModelError
-from autotune.core.inspection import OwnSettings
+from autotune.core.errors import NothingFitsError
+from autotune.core.inspection import Inspection, OwnSettings
 from autotune.core.lengths import Batching, SampleLengths, shapes_of
 from autotune.core.options import CheckpointingChoice
 from autotune.core.training_source import TrainingSource
@@ -108,22 +110,18 @@ class TestOwnCheckpointing:
         assert all(arm.gradient_checkpointing for arm in self.prepared(choice, True).space.arms)
         assert self.prepared("auto", False).space.arms[0].gradient_checkpointing is False
 
-    def test_without_it_there_is_nothing_to_search(self) -> None:
+    def test_it_may_be_off_where_it_is_not_always_on(self) -> None:
         assert self.prepared("off", False).space.arms
-        with pytest.raises(InvalidRequestError, match=r"the model of run\.py checkpoints by itself"):
-            self.prepared("off", True)
 
 
-@pytest.mark.parametrize(("asked", "works"), [(6, "4 or 8"), (3, "4"), (8, None)])
-def test_a_step_has_all_completions_of_its_prompts(asked: int, works: str | None) -> None:
-    given = request(effective_batch=asked, workload=OWN_SCRIPT)
+def with_completions(effective_batch: int) -> Prepared:
+    """A search over code that generates 4 completions of each prompt."""
     model = facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(samples_a_prompt=4))
-    if works is None:
-        assert prepare(given, model).space.batches.effective_batch == asked
-        return
-    with pytest.raises(InvalidRequestError, match=r"run\.py generates 4 completions of each prompt") as caught:
-        prepare(given, model)
-    assert caught.value.hint == f"use --effective-batch {works}"
+    return prepare(request(effective_batch=effective_batch, workload=OWN_SCRIPT), model)
+
+
+def test_a_step_has_all_completions_of_its_prompts() -> None:
+    assert with_completions(8).space.batches.effective_batch == 8
 
 
 def test_the_multiples_of_batches_and_of_rows_follow_from_the_lengths() -> None:
@@ -144,26 +142,18 @@ def test_the_multiples_of_batches_and_of_rows_follow_from_the_lengths() -> None:
     assert with_lever(Arm(), "padding_free", late, (32, 2048)).length_multiple == 2048
 
 
-@pytest.mark.parametrize("share", [0.1, 0.3])
-def test_vllm_leaves_memory_for_training(share: float) -> None:
-    """An H200 of 139.4 GiB, of which a trial may have 24 GiB."""
+def with_engine(share: float) -> Inspection:
+    """What is known of code that gives vLLM this share of the GPU, an H200 of 139.4 GiB."""
+    return facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(engine_share=share))
+
+
+def test_vllm_leaves_memory_for_training() -> None:
+    """A trial may have 24 GiB."""
     given = request(effective_batch=8, workload=OWN_SCRIPT)
-    model = facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(engine_share=share))
-    if share == 0.1:
-        assert (told := note_on_engine(given, model.model)) is not None
-        assert told.startswith("vLLM takes 13.9 GiB of cuda:0 in the process of each trial")
-        # What is measured has it in it, so that nothing is taken off.
-        assert prepare(given, model).ceiling == prepare(given, facts(own=OwnSettings("adamw_torch", 4))).ceiling
-        return
-    with pytest.raises(NothingFitsError, match=r"a memory limit of 24\.0 GiB leaves nothing .* beside vLLM") as caught:
-        prepare(given, model)
-    assert "run.py gives 41.8 GiB of the GPU (vllm_gpu_memory_utilization=0.3)" in caught.value.message
-    assert caught.value.hint == "lower vllm_gpu_memory_utilization or raise --memory-limit"
-    # All that is free, which is less than vLLM asks for.
-    free = dataclasses.replace(given, memory_limit_bytes=None)
-    with pytest.raises(NothingFitsError, match=r"what is free on cuda:0, .* leaves nothing") as caught:
-        prepare(free, facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(engine_share=1.0)))
-    assert caught.value.hint == "lower vllm_gpu_memory_utilization"
+    told = note_on_engine(given, with_engine(0.1).model)
+    assert told.startswith("vLLM takes 13.9 GiB of cuda:0 in the process of each trial")
+    # What is measured has it in it, so that nothing is taken off.
+    assert prepare(given, with_engine(0.1)).ceiling == prepare(given, facts(own=OwnSettings("adamw_torch", 4))).ceiling
 
 
 class TestSamples:
@@ -183,17 +173,8 @@ class TestSamples:
         batches = self.own(samples, objective="max-batch").space.batches
         assert max(batches.at_level(batches.levels()[0])) == largest
 
-    def test_too_few_for_the_multiple_are_refused(self) -> None:
+    def test_enough_for_the_multiple_or_for_the_next_epoch_are_taken(self) -> None:
         assert self.own(16, objective="max-batch", batch_multiple=16).space.batches.levels() == (16,)
-        with pytest.raises(
-            InvalidRequestError, match="15 samples, less than one step of --batch-multiple 16"
-        ) as caught:
-            self.own(15, objective="max-batch", batch_multiple=16)
-        assert "--batch-multiple 15 or less" in caught.value.hint
-
-    def test_too_few_for_a_step_are_refused(self) -> None:
-        with pytest.raises(InvalidRequestError, match="5 samples, less than one step of --effective-batch 8"):
-            self.own(5)
         # A loop that is told its accumulation may go on with the next epoch.
         self.own(5, "placeholders")
 
@@ -216,33 +197,6 @@ class TestFingerprint:
         assert name in given.environment
         other = dataclasses.replace(given, environment={**given.environment, name: "another"})
         assert environment_fingerprint(other.environment) != environment_fingerprint(given.environment)
-
-
-class TestRefused:
-    def test_a_model_that_cannot_be_built(self) -> None:
-        with pytest.raises(
-            UnknownModelError, match=r"'bert-large-uncased' cannot be built: KeyError: hidden"
-        ) as caught:
-            prepare(request(), dataclasses.replace(FACTS, model=None, model_error="KeyError: hidden"))
-        assert "config.json" in caught.value.hint
-
-    def test_an_optimizer_that_transformers_lacks(self) -> None:
-        known = dataclasses.replace(FACTS, optims=("adafactor", "adamw_torch", "adamw_torch_fused"))
-        with pytest.raises(InvalidRequestError, match="--optim adamw_troch") as caught:
-            prepare(request(optims=("adamw_torch", "adamw_troch")), known)
-        assert "adamw_torch" in caught.value.hint
-        assert prepare(request(optims=("adafactor",)), known).space.arms
-
-    @pytest.mark.parametrize("asked", [("flash_attention_2",), ("sdpa", "flash_attention_2")])
-    def test_an_attention_that_the_model_lacks(self, asked: tuple[str, ...]) -> None:
-        with pytest.raises(InvalidRequestError, match="--attn flash_attention_2") as caught:
-            prepared(attn_implementations=asked)
-        assert "eager, sdpa" in caught.value.hint
-        assert "BertForSequenceClassification" in caught.value.message
-
-    def test_checkpointing_that_the_model_lacks(self) -> None:
-        with pytest.raises(InvalidRequestError, match="gradient checkpointing"):
-            prepare(request(gradient_checkpointing="on"), facts(gradient_checkpointing=False))
 
 
 class TestTrainingState:
@@ -286,38 +240,10 @@ class TestTooLittleMemory:
         else:
             assert found.ceiling.line_bytes >= STATE_BYTES
 
-    def test_says_what_the_model_needs(self) -> None:
+    def test_is_told_with_what_it_takes_also_where_the_limit_is_below_the_cuda_context(self) -> None:
         with pytest.raises(NothingFitsError) as caught:
-            prepared(memory_limit_bytes=4 * GIB)
-        message = caught.value.message
-        for word in ("memory limit of 4.0 GiB", "bert-large-uncased", "335.1M parameters", "5.0 GiB"):
-            assert word in message
-        assert "--dtype bfloat16" in caught.value.hint
-
-    def test_also_where_the_limit_is_below_the_cuda_context(self) -> None:
-        with pytest.raises(NothingFitsError, match=r"memory limit of 500\.0 MiB") as caught:
             prepared(memory_limit_bytes=500 * MIB)
         assert limit_in(caught.value.hint) > STATE_BYTES
-
-    @pytest.mark.parametrize("limit_bytes", [None, 24 * GIB])
-    def test_of_the_device_names_a_device_rather_than_a_limit(self, limit_bytes: int | None) -> None:
-        busy = dataclasses.replace(H200, memory_free_bytes=3 * GIB)
-        given = dataclasses.replace(request(memory_limit_bytes=limit_bytes), device=busy)
-        with pytest.raises(NothingFitsError, match=r"free on cuda:0, 3\.0 GiB") as caught:
-            prepare(given, FACTS)
-        assert "--memory-limit" not in caught.value.hint
-        assert "a device with 5.76 GiB free" in caught.value.hint
-
-    def test_on_a_cpu_says_nothing_of_cuda(self) -> None:
-        with pytest.raises(NothingFitsError) as caught:
-            prepare(request(memory_limit_bytes=GIB), dataclasses.replace(FACTS, context_bytes=0))
-        assert "CUDA" not in str(caught.value)
-
-    def test_does_not_offer_16_bit_weights_to_those_who_have_them(self) -> None:
-        halved = request(memory_limit_bytes=2 * GIB, workload=dataclasses.replace(BERT_LARGE, dtype="bfloat16"))
-        with pytest.raises(NothingFitsError) as caught:
-            prepare(halved, FACTS)
-        assert "--dtype" not in caught.value.hint
 
 
 class TestOwnLoop:
@@ -376,26 +302,52 @@ class TestOwnLoop:
         given = self.prepared(["batch", "accumulation"], optims=(OWN_OPTIM,))
         assert {arm.optim for arm in given.space.arms} == {OWN_OPTIM}
 
-    @pytest.mark.parametrize(
-        ("searched", "options", "message"),
-        [
-            ([], {}, "uses nothing of its config"),
-            (["batch"], {"precisions": ("bf16",)}, "--precision bf16 does not apply to run.py"),
-            (["batch"], {"effective_batch": 63}, "accumulates 2 steps by itself"),
-            (["accumulation"], {"effective_batch": 12}, "does not take another per-device batch than 8"),
-            (["precision"], {}, "trains at 8 × 2 and takes no other batch"),
-            (["batch"], {"optims": ("adafactor",)}, "--optim adafactor does not apply to run.py"),
-            (
-                ["batch"],
-                {"effective_batch": 1024, "samples": 300, "kind": "placeholders"},
-                "300 samples, which make no batch of 512",
-            ),
-        ],
-    )
-    def test_what_cannot_be_had_is_refused(self, searched: list[str], options: dict[str, Any], message: str) -> None:
-        with pytest.raises(InvalidRequestError, match=re.escape(message)) as raised:
-            self.prepared(searched, **options)
-        assert raised.value.hint
+
+def test_messages_of_searches_that_cannot_be_prepared() -> None:
+    few = dataclasses.replace(FACTS, optims=("adafactor", "adamw_torch", "adamw_torch_fused"))
+    known = prepare(request(optims=("adafactor",)), few)
+    assert known.space.arms
+    halved = dataclasses.replace(BERT_LARGE, dtype="bfloat16")
+    busy = dataclasses.replace(H200, memory_free_bytes=3 * GIB)
+    own_engine = request(effective_batch=8, workload=OWN_SCRIPT)
+    loop, own = TestOwnLoop().prepared, TestSamples.own
+    without_checkpointing = facts(gradient_checkpointing=False)
+    cases: dict[str, Callable[[], object]] = {
+        "a model that cannot be built": lambda: prepare(
+            request(), dataclasses.replace(FACTS, model=None, model_error="KeyError: hidden")
+        ),
+        "an optimizer that transformers lacks": lambda: prepare(request(optims=("adamw_torch", "adamw_troch")), few),
+        "an attention that the model lacks": lambda: prepared(attn_implementations=("flash_attention_2",)),
+        "one of two": lambda: prepared(attn_implementations=("sdpa", "flash_attention_2")),
+        "no checkpointing": lambda: prepare(request(gradient_checkpointing="on"), without_checkpointing),
+        "code that always checkpoints": lambda: TestOwnCheckpointing().prepared("off", True),
+        "a part of the completions of a prompt": lambda: with_completions(6),
+        "fewer completions than of one prompt": lambda: with_completions(3),
+        "vLLM over the limit": lambda: prepare(own_engine, with_engine(0.3)),
+        "vLLM over what is free": lambda: prepare(
+            dataclasses.replace(own_engine, memory_limit_bytes=None), with_engine(1.0)
+        ),
+        "too few samples for the multiple": lambda: own(15, objective="max-batch", batch_multiple=16),
+        "too few samples for a step": lambda: own(5),
+        "too little memory": lambda: prepared(memory_limit_bytes=4 * GIB),
+        "too little memory for 16-bit weights": lambda: prepared(memory_limit_bytes=2 * GIB, workload=halved),
+        "less than the CUDA context": lambda: prepared(memory_limit_bytes=500 * MIB),
+        "too little memory of a CPU": lambda: prepare(
+            request(memory_limit_bytes=GIB), dataclasses.replace(FACTS, context_bytes=0)
+        ),
+        "too little memory free": lambda: prepare(
+            dataclasses.replace(request(memory_limit_bytes=None), device=busy), FACTS
+        ),
+        "too little memory free for the limit": lambda: prepare(dataclasses.replace(request(), device=busy), FACTS),
+        "a loop that takes nothing": lambda: loop([]),
+        "a loop without precision": lambda: loop(["batch"], precisions=("bf16",)),
+        "a loop that accumulates by itself": lambda: loop(["batch"], effective_batch=63),
+        "a loop with one batch": lambda: loop(["accumulation"], effective_batch=12),
+        "a loop with one effective batch": lambda: loop(["precision"]),
+        "a loop with an optimizer": lambda: loop(["batch"], optims=("adafactor",)),
+        "a loop over little data": lambda: loop(["batch"], effective_batch=1024, samples=300, kind="placeholders"),
+    }
+    check_refusals("preparing", cases)
 
 
 @pytest.mark.parametrize("padding", ["longest", "rows"])
