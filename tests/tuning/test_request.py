@@ -1,21 +1,23 @@
 """Test requests: their records, an effective batch in tokens, the adapters, bits and dtype that options stand for."""
 
-import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import check_refusals
 from reported import report_of
 from searching import BERT_LARGE, H200, facts, request
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Headroom
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
-from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.errors import InvalidRequestError
 from autotune.core.options import OPTIONS
 from autotune.core.outcome import Effort
 from autotune.core.workload import Workload
@@ -24,99 +26,74 @@ from autotune.tuning.options import build_workload, in_usual_dtype, request_of, 
 from autotune.tuning.prepare import prepare
 from autotune.tuning.request import MAX_BATCH_EFFORT, SearchRequest, check_study_name, differences
 
+LENGTHS = Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))
+TEXTS = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=LENGTHS))
+PADDED = replace(BERT_LARGE, padding=0.2)
+FULL, SECOND = replace(H200, memory_free_bytes=0), replace(H200, index=1, uuid="other")
+
+
+def of_texts(change: dict[str, Any], **options: Any) -> SearchRequest:
+    """A search on texts that may have another order."""
+    workload = replace(BERT_LARGE, data=replace(TEXTS, **change))
+    return request(**{"workload": workload, "any_order": True, "search_effort": "default", **options})
+
 
 class TestChecked:
-    @pytest.mark.parametrize("limit_bytes", [None, 2**30])
-    def test_a_device_without_free_memory(self, limit_bytes: int | None) -> None:
-        full = dataclasses.replace(H200, memory_free_bytes=0)
-        with pytest.raises(DeviceError, match=r"no free memory of its 140\.0 GiB"):
-            check_request(dataclasses.replace(request(memory_limit_bytes=limit_bytes), device=full))
-
-    @pytest.mark.parametrize(
-        ("lever", "words"),
-        [
-            ("fused_loss", "--lever fused_loss=on: sequence-classification has no loss over a vocabulary"),
-            ("sparse_prediction", "--lever sparse_prediction=on: sequence-classification masks no tokens"),
-            ("unpadded", "--lever unpadded=on: samples are padded"),
-            ("padding_free", "--lever padding_free=on: samples of sequence-classification are not put in one row"),
-        ],
-    )
-    def test_a_lever_that_the_training_cannot_have(self, lever: str, words: str) -> None:
-        padded = dataclasses.replace(BERT_LARGE, padding=0.2)
-        with pytest.raises(InvalidRequestError, match=words):
-            check_request(request(workload=padded, **{lever: "on"}))
-        check_request(request(workload=padded, search_effort="default"))
-
-    def test_float8_needs_a_gpu_that_has_it_and_its_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        asked = request(float8="on")
-        older = dataclasses.replace(asked, device=dataclasses.replace(H200, capability=(8, 0)))
-        with pytest.raises(DeviceError, match="NVIDIA H200 has no FP8 units"):
-            check_request(older)
-        monkeypatch.setattr("autotune.space.features.version_of", lambda name: None)
-        with pytest.raises(InvalidRequestError, match="--lever float8=on needs torchao, which is not installed"):
-            check_request(asked)
-
-    def test_experts_of_a_model_that_has_some(self) -> None:
+    def test_what_the_training_can_have_is_taken(self) -> None:
+        check_request(request(workload=PADDED, search_effort="default"))
         of_ernie, of_qwen = {"moe_num_experts": 4}, {"text_config": {"num_local_experts": 4}}
         for more in ({"num_experts": 4}, of_ernie, of_qwen, {"ffn_config": of_ernie}):
-            sparse = dataclasses.replace(BERT_LARGE, config={**BERT_LARGE.config, **more})
+            sparse = replace(BERT_LARGE, config={**BERT_LARGE.config, **more})
             check_request(request(workload=sparse, experts_implementations=("eager",)))
-        with pytest.raises(InvalidRequestError, match="--experts eager: autotune finds no experts in the config of"):
-            check_request(request(experts_implementations=("eager",)))
-
-    def test_a_lever_that_the_data_rules_out_once_it_was_read(self) -> None:
-        data = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))))
-        with pytest.raises(InvalidRequestError, match="--lever unpadded=on: samples are padded"):
-            prepare(request(workload=dataclasses.replace(BERT_LARGE, data=data), unpadded="on"), facts())
 
     def test_another_order_is_tried_where_it_is_allowed(self) -> None:
-        data = DataSpec("/data", "json", "0", facts=DataFacts(8, lengths=Lengths(5, 7, 9, 9, 7.0, 0.0, 0.0, (1,))))
-
-        def of_texts(change: dict[str, Any], **options: Any) -> SearchRequest:
-            workload = dataclasses.replace(BERT_LARGE, data=dataclasses.replace(data, **change))
-            return request(**{"workload": workload, "any_order": True, "search_effort": "default", **options})
-
         check_request(of_texts({}))
         for allowed in (True, False):
             late = prepare(of_texts({}, any_order=allowed), facts()).space.late
             assert ("train_sampling_strategy" in late) is allowed
         assert of_texts({}).document()["any_order"]
-        for made, words in (
-            (of_texts({}, workload=BERT_LARGE), "batches have one length"),
-            (of_texts({"padding": "max_length"}), "batches have one length"),
-            (of_texts({"group_by_length": True}), "its samples are in an order of their lengths already"),
-            (
-                of_texts({}, search_effort="quick"),
-                "it is tried after the first answer, by autotune's own sampler, on a",
-            ),
-        ):
-            with pytest.raises(InvalidRequestError, match=f"^--any-order: {words}"):
-                check_request(made)
 
     def test_activations_that_may_be_offloaded(self) -> None:
         arms = prepare(request(offload_activations="on", search_effort="default"), facts()).space.arms
         assert {(arm.gradient_checkpointing, arm.offload_activations) for arm in arms} == {(False, False), (True, True)}
-        with pytest.raises(InvalidRequestError, match="offload_activations=on: nothing is recomputed with --grad"):
-            check_request(request(offload_activations="on", gradient_checkpointing="off"))
-        with pytest.raises(InvalidRequestError, match="activations=on does not go with --lever torch_compile=on"):
-            check_request(request(offload_activations="on", torch_compile="on"))
-        cpu, other = dataclasses.replace(H200, kind="cpu"), dataclasses.replace(H200, index=1, uuid="other")
-        with pytest.raises(InvalidRequestError, match="on: activations on cpu are in the host's memory already"):
-            check_request(dataclasses.replace(request(offload_activations="on"), device=cpu))
-        with pytest.raises(InvalidRequestError, match="--lever offload_activations=on: it is searched on one GPU"):
-            check_request(request(offload_activations="on", others=(other,), world_size=2))
 
-    def test_more_layers_than_the_model_can_recompute(self) -> None:
-        partial = request(partial_checkpointing="12")
-        check_request(partial)
-        with pytest.raises(InvalidRequestError, match="12: the layers of this model cannot be told apart"):
-            prepare(partial, facts())
-        assert {arm.checkpointed_layers for arm in prepare(partial, facts(checkpointing_layers=24)).space.arms} == {
-            None,
-            12,
+    def test_as_many_layers_as_the_model_can_recompute(self) -> None:
+        arms = prepare(request(partial_checkpointing="12"), facts(checkpointing_layers=24)).space.arms
+        assert {arm.checkpointed_layers for arm in arms} == {None, 12}
+
+    def test_messages_of_requests_that_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        offload, partly = {"offload_activations": "on"}, request(partial_checkpointing="12")
+        asked = {
+            "no free memory": replace(request(memory_limit_bytes=None), device=FULL),
+            "no free memory for the limit": replace(request(memory_limit_bytes=2**30), device=FULL),
+            **{
+                f"{lever} of padded sequences to classify": request(workload=PADDED, **{lever: "on"})
+                for lever in ("fused_loss", "sparse_prediction", "unpadded", "padding_free")
+            },
+            "FP8 on an A100": replace(request(float8="on"), device=replace(H200, capability=(8, 0))),
+            "FP8 without its package": request(float8="on"),
+            "no experts": request(experts_implementations=("eager",)),
+            "another order of one length": of_texts({}, workload=BERT_LARGE),
+            "another order, padded to one length": of_texts({"padding": "max_length"}),
+            "another order, grouped already": of_texts({"group_by_length": True}),
+            "another order in a quick search": of_texts({}, search_effort="quick"),
+            "offloaded and not recomputed": request(**offload, gradient_checkpointing="off"),
+            "offloaded and compiled": request(**offload, torch_compile="on"),
+            "offloaded on a CPU": replace(request(**offload), device=replace(H200, kind="cpu")),
+            "offloaded on two GPUs": request(**offload, others=(SECOND,), world_size=2),
+            "tokens that two devices cannot share": request(effective_batch=1, effective_tokens=512, world_size=2),
+            "tokens that no multiple divides": request(effective_batch=1, effective_tokens=512, batch_multiple=3),
         }
-        with pytest.raises(InvalidRequestError, match="--lever partial_checkpointing=12: the model has 6 layers"):
-            prepare(partial, facts(checkpointing_layers=6))
+        prepared = {
+            "no mask where texts are padded": (request(workload=of_texts({}).workload, unpadded="on"), {}),
+            "layers that cannot be told apart": (partly, {}),
+            "more layers than there are": (partly, {"checkpointing_layers": 6}),
+        }
+        monkeypatch.setattr("autotune.space.features.version_of", {"triton": "3.6"}.get)
+        monkeypatch.setattr("autotune.space.features.how_to_add", lambda package: f"install {package}")
+        cases: dict[str, Callable[[], object]] = {name: partial(check_request, each) for name, each in asked.items()}
+        cases |= {name: partial(prepare, each, facts(**model)) for name, (each, model) in prepared.items()}
+        check_refusals("requests", cases)
 
 
 class TestStudyName:
@@ -192,7 +169,7 @@ def test_expandable_segments_are_a_lever_by_default(
 
 
 def test_a_cpu_has_no_expandable_segments_to_try() -> None:
-    asked = dataclasses.replace(request(expandable_segments="auto"), device=dataclasses.replace(H200, kind="cpu"))
+    asked = replace(request(expandable_segments="auto"), device=replace(H200, kind="cpu"))
     assert not any(arm.expandable_segments for arm in prepare(asked, facts()).space.arms)
 
 
@@ -245,23 +222,20 @@ def test_tokens_become_samples() -> None:
     assert effective_batch_of(None, effective_batch=8) == 8
 
 
-@pytest.mark.parametrize(
-    ("tokens", "workload", "options", "message", "hint"),
-    [
-        (1000, BERT_LARGE, {}, "is no whole number of samples of 512 tokens", "give 512 or 1024, or another --seq-len"),
-        (100, BERT_LARGE, {}, "is no whole number of samples of 512 tokens", "give 512, or another --seq-len"),
-        (512, BERT_LARGE, {"effective_batch": 1}, "and --effective-batch both say", "give one of the two"),
-        (512, replace(BERT_LARGE, task="image-classification"), {}, "are not text", "give --effective-batch"),
-        (512, replace(BERT_LARGE, data=DataSpec("a.jsonl", "json", "0")), {}, "differ in length", "in samples"),
-    ],
-)
-def test_what_is_no_batch_is_refused(
-    tokens: int, workload: Workload, options: dict[str, Any], message: str, hint: str
-) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        effective_batch_of(tokens, workload, **options)
-    assert caught.value.message.startswith(f"--effective-tokens {tokens}")
-    assert hint in caught.value.hint
+def test_messages_of_tokens_and_adapters_that_are_refused() -> None:
+    unread = replace(BERT_LARGE, data=DataSpec("a.jsonl", "json", "0"))
+    cases: dict[str, Callable[[], object]] = {
+        "1,000 tokens of 512": partial(effective_batch_of, 1000),
+        "100 tokens of 512": partial(effective_batch_of, 100),
+        "tokens and samples": partial(effective_batch_of, 512, effective_batch=1),
+        "tokens of images": partial(effective_batch_of, 512, replace(BERT_LARGE, task="image-classification")),
+        "tokens of texts": partial(effective_batch_of, 512, unread),
+    }
+    of_lora = {"lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.1, "lora_targets": ("query",), "dora": True}
+    check_refusals(
+        "tokens_and_adapters",
+        cases | {f"{name} without adapters": partial(workload, **{name: value}) for name, value in of_lora.items()},
+    )
 
 
 def test_padding_is_no_token_that_counts() -> None:
@@ -269,23 +243,6 @@ def test_padding_is_no_token_that_counts() -> None:
     full, padded = (report_of(Candidate(Arm(), 8), "cuda", (), replace(BERT_LARGE, padding=p)) for p in (0.0, 0.1))
     tokens = [report.tokens_per_second(report.pooled(report.best)) for report in (full, padded)]
     assert tokens[1] == pytest.approx(0.9 * (tokens[0] or 0))
-
-
-@pytest.mark.parametrize(
-    ("options", "message", "hint"),
-    [
-        ({"world_size": 2}, "--effective-tokens 512 cannot be shared", "use --effective-tokens 1024"),
-        (
-            {"batch_multiple": 3},
-            "samples that a device gets of --effective-tokens 512",
-            "these multiples would work: 1;",
-        ),
-    ],
-)
-def test_what_does_not_divide_is_said_in_tokens(options: dict[str, int], message: str, hint: str) -> None:
-    with pytest.raises(InvalidRequestError, match=message) as caught:
-        check_request(request(effective_batch=1, effective_tokens=512, **options))
-    assert hint in caught.value.hint
 
 
 def test_the_command_says_it_in_tokens() -> None:
@@ -330,16 +287,6 @@ def test_lora_arguments_are_what_recipes_use_unless_others_are_given() -> None:
 
 def test_all_linear_is_the_default_by_pefts_name() -> None:
     assert workload(peft="lora", lora_targets=("all-linear",)) == workload(peft="lora")
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("lora_rank", 8), ("lora_alpha", 8), ("lora_dropout", 0.1), ("lora_targets", ("query",)), ("dora", True)],
-)
-def test_they_are_refused_without_adapters(option: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match="applies to LoRA adapters, and there are none") as caught:
-        workload(**{option: value})
-    assert caught.value.hint == "add --peft lora"
 
 
 @pytest.mark.parametrize(
