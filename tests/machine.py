@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ class Machine:
         devices, problem = self.ask("answer = [d.document() for d in list_devices()], nvml_problem()", **settings)
         assert devices[-1]["label"] == "cpu"
         return [(found["label"], found["uuid"][:12]) for found in devices[:-1]], problem
+
+
+def write_files(root: Path, files: Mapping[str, str]) -> None:
+    """Write files below a folder that stands for ``/``."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
 
 
 def compile_library(folder: Path) -> Path:

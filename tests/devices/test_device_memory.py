@@ -3,12 +3,15 @@
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machine import write_files
+from messages import check_refusals
 
 from autotune.core.ceiling import Ceiling, Headroom, parse_headroom
 from autotune.core.errors import InvalidRequestError, NothingFitsError
@@ -16,15 +19,6 @@ from autotune.core.placement import Placement
 from autotune.core.units import GIB, MIB
 from autotune.devices.host import HostMemory, cpu_device, host_memory, processor_name
 from autotune.devices.listing import find_device, list_devices
-
-
-def write(root: Path, files: dict[str, str]) -> None:
-    """Files below a folder that stands for ``/``."""
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
 
 MEMINFO = "MemTotal:       33554432 kB\nMemFree:         1048576 kB\nMemAvailable:   25165824 kB\n"
 
@@ -43,18 +37,18 @@ class TestProcessor:
     )
     def test_precisions_and_name(self, tmp_path: Path, line: str, precisions: tuple[str, ...]) -> None:
         first = f"processor\t: 0\nmodel name\t: A  CPU @ 2:1\n{line}\n"
-        write(tmp_path, {"proc/cpuinfo": f"{first}\nmodel name\t: another\nflags\t: amx_bf16\n"})
+        write_files(tmp_path, {"proc/cpuinfo": f"{first}\nmodel name\t: another\nflags\t: amx_bf16\n"})
         assert cpu_device(tmp_path).precisions == precisions
         assert cpu_device(tmp_path).name == "A  CPU @ 2:1"
 
     def test_one_without_a_name_is_told_apart_by_its_design(self, tmp_path: Path) -> None:
-        write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"})
+        write_files(tmp_path, {"proc/cpuinfo": "processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd4f\n"})
         assert processor_name(tmp_path) == f"{cpu_device(tmp_path).name} 0x41 0xd4f"
 
 
 class TestHostMemory:
     def test_without_control_groups_it_is_the_machines(self, tmp_path: Path) -> None:
-        write(tmp_path, {"proc/meminfo": MEMINFO})
+        write_files(tmp_path, {"proc/meminfo": MEMINFO})
         assert host_memory(tmp_path) == HostMemory(32 * GIB, 24 * GIB)
 
     def test_version_2_counts_every_level_and_not_the_cache(self, tmp_path: Path) -> None:
@@ -68,9 +62,9 @@ class TestHostMemory:
             f"{top}/user/job/memory.max": "max\n",
             f"{top}/user/job/memory.current": f"{GIB}\n",
         }
-        write(tmp_path, files)
+        write_files(tmp_path, files)
         assert host_memory(tmp_path) == HostMemory(8 * GIB, 5 * GIB)
-        write(tmp_path, {f"{top}/user/job/memory.max": f"{4 * GIB}"})
+        write_files(tmp_path, {f"{top}/user/job/memory.max": f"{4 * GIB}"})
         assert host_memory(tmp_path) == HostMemory(4 * GIB, 3 * GIB)
 
     @pytest.mark.parametrize("inside", [True, False])
@@ -83,7 +77,7 @@ class TestHostMemory:
             f"{folder}/memory.usage_in_bytes": f"{3 * GIB}\n",
             f"{folder}/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
         }
-        write(tmp_path, files)
+        write_files(tmp_path, files)
         assert host_memory(tmp_path) == HostMemory(8 * GIB, 6 * GIB)
 
     @pytest.mark.parametrize(
@@ -103,7 +97,7 @@ class TestHostMemory:
     def test_limits(self, tmp_path: Path, group: str, most: str, limit: int, used: int, found: HostMemory) -> None:
         now = most.replace("limit_in_bytes", "usage_in_bytes").replace("max", "current")
         groups = {f"sys/fs/cgroup/{most}": f"{limit}\n", f"sys/fs/cgroup/{now}": f"{used}\n"}
-        write(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": f"{group}\n", **groups})
+        write_files(tmp_path, {"proc/meminfo": MEMINFO, "proc/self/cgroup": f"{group}\n", **groups})
         assert host_memory(tmp_path) == found
 
     def test_without_proc_the_facts_are_fewer(self, tmp_path: Path) -> None:
@@ -181,27 +175,15 @@ class TestCeiling:
         assert ceiling.cap_bytes == 24 * GIB - 620 * MIB
         assert ceiling.headroom_bytes == 753590600  # 3 % of the cap, rounded up
 
-    @pytest.mark.parametrize(
-        ("limit_bytes", "free_bytes", "context_bytes", "headroom", "kind", "said"),
-        [
-            (512 * MIB, 8 * GIB, 620 * MIB, Headroom(), InvalidRequestError, "of 512.0 MiB leaves nothing after the"),
-            (0, 8 * GIB, 0, Headroom(), InvalidRequestError, "memory limit of 0 B leaves nothing\\. raise"),
-            (None, 512 * MIB, 620 * MIB, Headroom(), NothingFitsError, "512.0 MiB that are free.*autotune devices"),
-            (GIB, 0, 0, Headroom(), NothingFitsError, "the 0 B that are free"),
-            (GIB, GIB, 0, Headroom(size_bytes=GIB), InvalidRequestError, "headroom of 1.0 GiB leaves nothing"),
-        ],
-    )
-    def test_one_that_leaves_nothing_is_refused(
-        self,
-        limit_bytes: int | None,
-        free_bytes: int,
-        context_bytes: int,
-        headroom: Headroom,
-        kind: type[Exception],
-        said: str,
-    ) -> None:
-        with pytest.raises(kind, match=said):
-            Ceiling(limit_bytes, free_bytes, context_bytes, headroom)
+    def test_messages_of_ceilings_that_leave_nothing(self) -> None:
+        sizes: dict[str, tuple[int | None, int, int, Headroom]] = {
+            "a limit below the context": (512 * MIB, 8 * GIB, 620 * MIB, Headroom()),
+            "no limit at all": (0, 8 * GIB, 0, Headroom()),
+            "less free than the context": (None, 512 * MIB, 620 * MIB, Headroom()),
+            "nothing free": (GIB, 0, 0, Headroom()),
+            "headroom of all": (GIB, GIB, 0, Headroom(size_bytes=GIB)),
+        }
+        check_refusals("ceilings", {name: partial(Ceiling, *given) for name, given in sizes.items()})
 
     @pytest.mark.parametrize("document", [{}, {"headroom": {}}, {"headroom": 3}, {"headroom": {"percent": 3}}])
     def test_a_malformed_document_is_refused(self, document: dict[str, Any]) -> None:

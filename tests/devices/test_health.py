@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import Machine
+from machine import Machine, write_files
+from messages import check_messages
 
 from autotune.core.units import GIB
 from autotune.devices.health import Check, cpu_quota, disk_check, host_checks
@@ -16,118 +17,51 @@ _CUDA_13 = {
     "device_count": 1,
     "error": None,
 }
-OK = ("torch", "ok", "2.13.0+cu130, CUDA 13.0", None)
-
-# Of each machine: how the stand-in plays it, what torch says there, and lines that have to be among the answer; of each
-# line its name, its state, and words that what was found and its cure hold.
-MACHINES: dict[str, tuple[dict[str, str], dict[str, Any], list[tuple[str, str, str, str | None]]]] = {
-    "idle H100": (
-        {},
-        _CUDA_13,
-        [
-            OK,
-            ("NVML", "ok", "driver 580.1, 1 visible", None),
-            ("cuda:0", "ok", "9.0: fp32, tf32, fp16, bf16, fp8", None),
-        ],
-    ),
-    "A100": ({"STAND_IN_CAPABILITY": "8.0"}, _CUDA_13, [OK, ("cuda:0", "ok", "bf16, flash attention", None)]),
-    "Turing": ({"STAND_IN_CAPABILITY": "7.5"}, _CUDA_13, [OK, ("cuda:0", "note", "no bf16", "fp16 or fp32")]),
-    "Volta, which CUDA 13 left out": (
-        {"STAND_IN_CAPABILITY": "7.0"},
-        _CUDA_13,
-        [
-            (
-                "torch",
-                "wrong",
-                "no code for Stand-in GPU (compute capability 7.0)",
-                "install a torch that is built for it",
-            )
-        ],
-    ),
-    "Ada, by the code for Ampere": (
-        {"STAND_IN_CAPABILITY": "8.9"},
-        _CUDA_13,
-        [OK, ("cuda:0", "ok", "fp8, flash attention", None)],
-    ),
-    "a newer GPU, by PTX": (
-        {"STAND_IN_CAPABILITY": "12.0"},
-        {**_CUDA_13, "architectures": ["sm_80", "compute_90"]},
-        [OK],
-    ),
-    "a newer GPU, without PTX": (
-        {"STAND_IN_CAPABILITY": "12.0"},
-        {**_CUDA_13, "architectures": ["sm_90a", "sm_100"]},
-        [("torch", "wrong", "compute capability 12.0", "built for it")],
-    ),
-    "torch for CPUs": (
-        {},
-        {**_CUDA_13, "version": "2.13.0+cpu", "cuda": None},
-        [("torch", "wrong", "without CUDA, and there are GPUs", "pytorch.org")],
-    ),
-    "old driver": (
-        {"STAND_IN_DRIVER": "570.86"},
-        {**_CUDA_13, "error": "the driver is too old"},
-        [("torch", "wrong", "the driver is too old", "update the driver to 580 or newer")],
-    ),
-    "CUDA that does not start": (
-        {},
-        {**_CUDA_13, "device_count": 0},
-        [("torch", "wrong", "it finds no GPU", "see to the driver")],
-    ),
-    "no torch": ({}, {"error": "ImportError: libcudart"}, [("torch", "wrong", "libcudart", "--force-reinstall torch")]),
+# How the stand-in plays each machine, and what torch says there.
+MACHINES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "idle H100": ({}, _CUDA_13),
+    "A100": ({"STAND_IN_CAPABILITY": "8.0"}, _CUDA_13),
+    "Turing": ({"STAND_IN_CAPABILITY": "7.5"}, _CUDA_13),
+    "Volta, which CUDA 13 left out": ({"STAND_IN_CAPABILITY": "7.0"}, _CUDA_13),
+    "Ada, by the code for Ampere": ({"STAND_IN_CAPABILITY": "8.9"}, _CUDA_13),
+    "a newer GPU, by PTX": ({"STAND_IN_CAPABILITY": "12.0"}, {**_CUDA_13, "architectures": ["sm_80", "compute_90"]}),
+    "a newer GPU, without PTX": ({"STAND_IN_CAPABILITY": "12.0"}, {**_CUDA_13, "architectures": ["sm_90a", "sm_100"]}),
+    "torch for CPUs": ({}, {**_CUDA_13, "version": "2.13.0+cpu", "cuda": None}),
+    "old driver": ({"STAND_IN_DRIVER": "570.86"}, {**_CUDA_13, "error": "the driver is too old"}),
+    "CUDA that does not start": ({}, {**_CUDA_13, "device_count": 0}),
+    "no torch": ({}, {"error": "ImportError: libcudart"}),
     "GPU full of another's training": (
-        {"STAND_IN_USED": "60", "STAND_IN_PROCESSES": "4242=python=61440"},
-        _CUDA_13,
-        [("cuda:0 memory", "wrong", "60.0 GiB are held by python (4242, 60.0 GiB)", "--memory-limit")],
+        {"STAND_IN_USED": "60", "STAND_IN_PROCESSES": "4242=python=61440"}, _CUDA_13
     ),
-    "GPU with a desktop": (
-        {"STAND_IN_USED": "5", "STAND_IN_PROCESSES": "7=Xorg=-"},
-        _CUDA_13,
-        [("cuda:0 memory", "note", "held by Xorg (7)", "choose another GPU")],
-    ),
-    "memory of nobody": (
-        {"STAND_IN_USED": "70"},
-        _CUDA_13,
-        [("cuda:0 memory", "wrong", "held by processes without a name here", "--device")],
-    ),
-    "MIG": ({"STAND_IN_MIG": "2"}, _CUDA_13, [("cuda:0", "note", "2 MIG instances", "--device MIG-1 or ")]),
-    "MIG without instances": ({"STAND_IN_MIG": "0"}, _CUDA_13, [("cuda:0", "wrong", "0 MIG instances", "mig -cgi")]),
-    "hidden GPUs": (
-        {"CUDA_VISIBLE_DEVICES": ""},
-        _CUDA_13,
-        [("GPU", "note", "shows none", "unset CUDA_VISIBLE_DEVICES"), OK],
-    ),
+    "GPU with a desktop": ({"STAND_IN_USED": "5", "STAND_IN_PROCESSES": "7=Xorg=-"}, _CUDA_13),
+    "memory of nobody": ({"STAND_IN_USED": "70"}, _CUDA_13),
+    "MIG": ({"STAND_IN_MIG": "2"}, _CUDA_13),
+    "MIG without instances": ({"STAND_IN_MIG": "0"}, _CUDA_13),
+    "hidden GPUs": ({"CUDA_VISIBLE_DEVICES": ""}, _CUDA_13),
     "a GPU off the bus": (
-        {"STAND_IN_GPUS": "2", "STAND_IN_ERRORS": "nvmlDeviceGetHandleByIndex_v2:1=15"},
-        _CUDA_13,
-        [("NVML", "wrong", "GPU 1: GPU is lost", "nvidia-smi"), ("cuda:0", "ok", "Stand-in GPU", None)],
+        {"STAND_IN_GPUS": "2", "STAND_IN_ERRORS": "nvmlDeviceGetHandleByIndex_v2:1=15"}, _CUDA_13
     ),
     "driver of another version than its library": (
-        {"STAND_IN_ERRORS": "nvmlInit=18,nvmlInitWithFlags=18"},
-        _CUDA_13,
-        [("NVML", "wrong", "NVML does not start", "restart it")],
+        {"STAND_IN_ERRORS": "nvmlInit=18,nvmlInitWithFlags=18"}, _CUDA_13
     ),
-    "hot": ({"STAND_IN_EVENTS": "64", "STAND_IN_CELSIUS": "92"}, _CUDA_13, [("cuda:0 state", "note", "92 °C", "cool")]),
-    "broken memory": ({"STAND_IN_ECC": "3"}, _CUDA_13, [("cuda:0 state", "wrong", "3 uncorrected", "use another one")]),
-}
+    "hot": ({"STAND_IN_EVENTS": "64", "STAND_IN_CELSIUS": "92"}, _CUDA_13),
+    "broken memory": ({"STAND_IN_ECC": "3"}, _CUDA_13),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_each_machine_is_told_what_is_wrong_with_it_and_the_cure(name: str, machine: Machine) -> None:
-    settings, torch, lines = MACHINES[name]
+def test_messages_of_machines(machine: Machine) -> None:
+    """Each is told what is wrong with it and the cure."""
     code = "from autotune.cli.doctor import torch_checks\nfrom autotune.core.schema import encode\n"
     code += "from autotune.devices.health import gpu_checks\n"
-    found = machine.ask(f"{code}answer = encode([*gpu_checks(), *torch_checks({torch!r})])", **settings)
-    by_name = {each["name"]: each for each in found}
-    assert len(by_name) == len(found)
-    for what, state, words, cure in lines:
-        told = by_name.pop(what)
-        assert told["state"] == state, told
-        assert words in told["found"]
-        assert (told["cure"] is None) == (cure is None)
-        assert (cure or "") in (told["cure"] or "")
-    # Nothing else is found wrong there.
-    assert [each for each in by_name.values() if each["state"] == "wrong"] == []
+    cases = {}
+    for name, (settings, torch) in MACHINES.items():
+        found = machine.ask(f"{code}answer = encode([*gpu_checks(), *torch_checks({torch!r})])", **settings)
+        assert len({each["name"] for each in found}) == len(found)
+        cases[name] = [
+            f"{each['state']} {each['name']}: {each['found']}" + (f" -> {each['cure']}" if each["cure"] else "")
+            for each in found
+        ]
+    check_messages("machines", cases)
 
 
 def test_only_the_gpus_of_a_search_are_looked_at(machine: Machine) -> None:
@@ -145,9 +79,7 @@ def test_limits_of_a_container_are_told(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory.stat": "inactive_file 0\n",
         "sys/fs/cgroup/cpu.max": "50000 100000\n",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path, files)
     memory, cores = host_checks(tmp_path)
     assert (memory.name, memory.state) == ("memory", "wrong")
     assert memory.found == "4.0 GiB, 1.0 GiB free; a control group allows that of 64.0 GiB"
@@ -168,10 +100,7 @@ def test_limits_of_a_container_are_told(tmp_path: Path) -> None:
 def test_the_quota_of_a_control_group_is_read_in_both_versions(
     files: dict[str, str], cores: float | None, tmp_path: Path
 ) -> None:
-    for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(tmp_path / "sys/fs/cgroup", files)
     assert cpu_quota(tmp_path) == cores
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from messages import check_refusals
+from messages import check_refusals, refusal
 from reported import report_of
 from searching import BERT_LARGE, H200, facts, request
 
@@ -71,7 +71,6 @@ class TestChecked:
                 for lever in ("fused_loss", "sparse_prediction", "unpadded", "padding_free")
             },
             "FP8 on an A100": replace(request(float8="on"), device=replace(H200, capability=(8, 0))),
-            "FP8 without its package": request(float8="on"),
             "no experts": request(experts_implementations=("eager",)),
             "another order of one length": of_texts({}, workload=BERT_LARGE),
             "another order, padded to one length": of_texts({"padding": "max_length"}),
@@ -89,10 +88,13 @@ class TestChecked:
             "layers that cannot be told apart": (partly, {}),
             "more layers than there are": (partly, {"checkpointing_layers": 6}),
         }
-        monkeypatch.setattr("autotune.space.features.version_of", {"triton": "3.6"}.get)
         monkeypatch.setattr("autotune.space.features.how_to_add", lambda package: f"install {package}")
         cases: dict[str, Callable[[], object]] = {name: partial(check_request, each) for name, each in asked.items()}
         cases |= {name: partial(prepare, each, facts(**model)) for name, (each, model) in prepared.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr("autotune.space.features.version_of", lambda name: None)
+            told = refusal(partial(check_request, request(float8="on")))
+        assert told[1:] == ["--lever float8=on needs torchao, which is not installed", "install torchao"]
         check_refusals("requests", cases)
 
 
