@@ -1,19 +1,20 @@
 """``autotune advise``: which GPU to rent, for a small model."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from command_line import COLD, Run, run_process
+from messages import check_refusals
 from recorded import measurement
 from recorded_steps import Subject
 from test_cli_errors import check_error
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling, Headroom
-from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import Completed
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer
 from autotune.core.schema import decode
@@ -171,35 +172,15 @@ def test_prices_come_from_a_file_and_from_options(tmp_path: Path) -> None:
     assert prices.of == {"h100-80gb": 2.95, "l4": 0.7}
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("h100=0", "not above 0"),
-        ("h100", "has no ="),
-        ("h100=cheap", "no number"),
-        ("voodoo-2=3", "not a known GPU"),
-        ("h100=-2", "not above 0"),
-        ("h100=nan", "no number"),
-        ("=2", "names no GPU"),
-    ],
-)
-def test_what_is_no_price_is_refused(given: str, told: str) -> None:
-    with pytest.raises(InvalidRequestError, match=told):
-        read_prices((given,), None, NAMES)
-
-
 def test_prices_have_one_unit() -> None:
     assert read_prices(("h100=2eur", "l4=1EUR"), None, NAMES).unit == "EUR"
-    with pytest.raises(InvalidRequestError, match="in EUR and in USD"):
-        read_prices(("h100=2EUR", "l4=1USD"), None, NAMES)
-    with pytest.raises(InvalidRequestError, match="the price of l4 has no unit, and others are in EUR"):
-        read_prices(("h100=2EUR", "l4=1"), None, NAMES)
 
 
-def test_near_names_of_a_gpu_with_a_price_are_told() -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        read_prices(("h10=2",), None, NAMES)
-    assert refused.value.hint.startswith("did you mean h100")
+def test_messages_of_prices_that_are_refused() -> None:
+    lines = (
+        "h100=0 | h100 | h100=cheap | voodoo-2=3 | h100=-2 | h100=nan | =2 | h10=2 | h100=2EUR l4=1USD | h100=2EUR l4=1"
+    )
+    check_refusals("prices", {line: partial(read_prices, line.split(), None, NAMES) for line in lines.split(" | ")})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from histories import completed
+from messages import check_messages
 from recorded_steps import Subject, operations_key, recorded_operations
 from tiny import tiny_workload
 
@@ -59,51 +60,28 @@ def test_the_front_has_what_nothing_beats() -> None:
     assert pareto_front([cheap, fast, twin := replace(cheap, chip=CHIPS["a10"])]) == [cheap, fast, twin]
 
 
-@pytest.mark.parametrize(
-    ("seconds", "said"),
-    [
-        ((2.0, 2.1, 9.0), "The intervals overlap: all but h100-80gb may be the cheapest."),
-        ((2.0, 2.1, 2.2), "The intervals overlap: all may be the cheapest."),
-        ((2.0, 4.0, 9.0), "Cheapest first, by what is predicted."),
-    ],
-)
-def test_which_gpus_cannot_be_told_apart_is_said(seconds: tuple[float, float, float], said: str) -> None:
-    """Numbers beside the rows would not rise from row to row, since the intervals differ in width."""
-    offers = [offer(name, each, 1.0) for name, each in zip(("l4", "a10", "h100-80gb"), seconds, strict=True)]
-    lines = advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, Prices({}, "USD", "as given"))
-    assert said in lines[-1]
-    assert lines[-1].endswith(" * none is faster for as little, or cheaper and as fast.")
-    assert all(len(line) <= 80 for line in lines[1:-1])
-
-
-def test_a_gpu_without_a_price_is_not_said_to_be_perhaps_the_cheapest() -> None:
-    offers = [offer("l4", 2.0, 1.0), offer("a10", 2.1, 1.0), offer("h200", 1.0, None)]
-    lines = advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, Prices({}, "USD", "as given"))
-    assert "The intervals overlap: all but h200 may be the cheapest." in lines[-1]
-
-
-def test_the_table_is_narrowed_to_the_terminal() -> None:
-    """The words of configurations are folded first; then the ends of costs are left out."""
+def test_messages_of_gpus_that_are_compared() -> None:
+    """The words of configurations are folded first in a narrow terminal; then the ends of costs are left out."""
+    names = ("l4", "a10", "h100-80gb")
+    offers = {
+        "two overlap": [offer(*each, 1.0) for each in zip(names, (2.0, 2.1, 9.0), strict=True)],
+        "all overlap": [offer(*each, 1.0) for each in zip(names, (2.0, 2.1, 2.2), strict=True)],
+        "none overlap": [offer(*each, 1.0) for each in zip(names, (2.0, 4.0, 9.0), strict=True)],
+        "one without a price": [offer("l4", 2.0, 1.0), offer("a10", 2.1, 1.0), offer("h200", 1.0, None)],
+    }
+    prices, workload = Prices({}, "USD", "as given"), tiny_workload("bert-tiny")
+    cases = {name: advice_lines(each, workload, 64, 1e6, prices) for name, each in offers.items()}
     arm = Arm("bf16", gradient_checkpointing=True, optim="adafactor", strategy="ddp", ranks=8)
-    offers = []
+    wide = []
     for name, grade, gpus in (("l4", "measured", 1), ("rtx-3080-10gb", "predicted", 8)):
         one = offer(name, 2000.0, 0.5)
         step = replace(one.graded.step, candidate=replace(one.graded.step.candidate, arm=arm))
-        offers.append(replace(one, graded=Graded(step, grade), gpus=gpus))  # type: ignore[arg-type]
-    prices = Prices({}, "USD", "as given")
-    wide, usual, narrow = (
-        advice_lines(offers, tiny_workload("bert-tiny"), 64, 1e6, prices, columns)[1:-1] for columns in (None, 96, 80)
-    )
-    assert len(wide) == 3
-    assert max(map(len, wide)) > 96
-    assert max(map(len, usual)) <= 96
-    assert max(map(len, narrow)) <= 80
-    for table, has_ends in ((wide, True), (usual, True), (narrow, False)):
-        text = " ".join(" ".join(table).split())
-        assert "ddp" not in text
-        assert "checkpointing," in text
-        assert "(measured)" in text
-        assert text.count("–") == (4 if has_ends else 2)
+        wide.append(replace(one, graded=Graded(step, grade), gpus=gpus))  # type: ignore[arg-type]
+    for columns in (None, 96, 80):
+        lines = advice_lines(wide, workload, 64, 1e6, prices, columns)
+        assert columns is None or max(map(len, lines[1:-1])) <= columns
+        cases[f"{columns or 'any number of'} columns"] = lines
+    check_messages("advice", cases)
 
 
 BF16 = Arm("bf16")

@@ -7,10 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from machine import write_files
+from messages import check_refusals
 from own_data import samples, write_jsonl, write_saved
 from searching import BERT_LARGE, prepared
 from tiny import tiny_workload
@@ -126,17 +129,6 @@ def test_a_split_is_a_word_of_a_name(tmp_path: Path, split: str | None, expected
         (tmp_path / name).write_text(name)
 
 
-@pytest.mark.parametrize("split", ["validation", "tes", "parquet", "x[:10%]"])
-def test_a_split_that_no_file_has_is_refused(tmp_path: Path, split: str) -> None:
-    for name in FILES[5:]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    with pytest.raises(InvalidRequestError) as refused:
-        locate(str(tmp_path), split)
-    assert f"--split {split}: no file or folder in --dataset {tmp_path}" in refused.value.message
-    assert "it has Train/part.parquet, extra/part.parquet, latest.parquet, test1.parquet;" in refused.value.hint
-
-
 def test_train_is_all_only_where_nobody_asked_for_it(tmp_path: Path) -> None:
     for name in ("a.csv", "b.csv"):
         (tmp_path / name).write_text(name)
@@ -151,20 +143,10 @@ def test_train_is_all_only_where_nobody_asked_for_it(tmp_path: Path) -> None:
         check_unchanged(found)
 
 
-def test_many_files_are_not_all_named(tmp_path: Path) -> None:
-    for number in range(50):
-        (tmp_path / f"{number:02}.csv").write_text("x")
-    with pytest.raises(InvalidRequestError) as refused:
-        locate(str(tmp_path), "test")
-    assert "06.csv, 07.csv …;" in refused.value.hint
-
-
-def test_a_folder_of_one_saved_split_has_no_other(tmp_path: Path) -> None:
+def test_a_folder_of_saved_splits_and_one_of_them_are_found(tmp_path: Path) -> None:
     both = write_saved(tmp_path / "saved", samples([3] * 8))
     assert locate(str(both), "test")[1] == "saved"
     assert locate(str(both / "train"), None)[1] == "saved"
-    with pytest.raises(InvalidRequestError, match=r"--split test: .* saved as a single split"):
-        locate(str(both / "train"), "test")
 
 
 def test_content_is_what_is_inside(tmp_path: Path) -> None:
@@ -179,38 +161,24 @@ def test_content_is_what_is_inside(tmp_path: Path) -> None:
     assert tokenizer_content(str(tmp_path)) != before
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("missing.jsonl", "no such file"),
-        ("./missing", "no such file"),
-        ("empty.jsonl", "empty"),
-        ("what.bin", ".bin"),
-        ("nothing", "no files of a known data format"),
-        ("mixed", "csv, json"),
-    ],
-)
-def test_what_is_no_data_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str) -> None:
+def test_messages_of_data_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "what.bin").write_bytes(b"1")
-    (tmp_path / "nothing").mkdir()
-    (tmp_path / "mixed").mkdir()
-    for file in ("a.csv", "b.jsonl"):
-        (tmp_path / "mixed" / file).write_text("x")
-    with pytest.raises(InvalidRequestError, match=words) as refused:
-        locate(name, "train")
-    assert name in refused.value.message
-    assert refused.value.hint
-
-
-def test_a_single_file_has_no_splits(tmp_path: Path) -> None:
-    file = tmp_path / "train.jsonl"
-    file.write_text('{"text": "a", "label": 0}\n')
-    assert locate(str(file), "train")[1] == "json"
-    with pytest.raises(InvalidRequestError, match="--split test") as error:
-        locate(str(file), "test")
-    assert "single file" in error.value.message
+    write_saved(tmp_path / "saved", samples([3] * 8))
+    write_jsonl(tmp_path / "train.jsonl", samples([3]))
+    files = ["empty.jsonl", "what.bin", "mixed/a.csv", "mixed/b.jsonl", "nothing/.keep"]
+    files += [f"splits/{name}" for name in FILES[5:]] + [f"many/{number:02}.csv" for number in range(50)]
+    write_files(tmp_path, {name: "" if "empty" in name else "x" for name in files})
+    cases: dict[str, tuple[str, str]] = {
+        **{
+            name: (name, "train")
+            for name in ("missing.jsonl", "./missing", "empty.jsonl", "what.bin", "nothing", "mixed")
+        },
+        **{f"{split} of a folder": ("splits", split) for split in ("validation", "tes", "parquet", "x[:10%]")},
+        "many files": ("many", "test"),
+        "a split of a saved split": ("saved/train", "test"),
+        "a split of a file": ("train.jsonl", "test"),
+    }
+    check_refusals("datasets", {name: partial(locate, *given) for name, given in cases.items()}, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["train.jsnl", "tran.jsonl", "data/train.jsnl"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import check_messages
 from searching import BERT_LARGE, arms
 from transformers import TrainingArguments
 
@@ -388,42 +389,35 @@ class TestObstacles:
         (row,) = (row for row in LEVERS if row.name == lever)
         return why_not(row, Training.of(workload, device, ranks, 24))
 
-    @pytest.mark.parametrize("lever", ["cuda_graphs", "checkpointed_layers", "unpadded", "fused_loss"])
-    def test_there_is_none_for_a_language_model_on_a_gpu(self, lever: str) -> None:
-        assert self.told(lever) is None
-
-    def test_graphs_have_one_shape_on_one_gpu(self) -> None:
-        assert self.told("cuda_graphs", device="cpu") == "cpu has no CUDA graphs"
-        assert self.told("cuda_graphs", ranks=2) == "several ranks are not captured"
-        assert "batches differ in length" in str(self.told("cuda_graphs", with_lengths(5, 9)))
-        assert self.told("length_multiple", with_lengths(5, 9)) is None
-        assert self.told("length_multiple") == "batches have one length"
-        assert self.told("cuda_graphs", with_lengths(5, 9, padding="max_length")) is None
-
-    def test_a_mask_is_needed_where_a_sample_is_padded(self) -> None:
-        assert self.told("unpadded", dataclasses.replace(self.TEXT, padding=0.2)) is not None
-        assert self.told("unpadded", with_lengths(5, 9, padding="max_length")) is not None
-        assert self.told("unpadded", with_lengths(9, 9)) is None
-
-    def test_samples_are_joined_where_one_may_be_padded(self) -> None:
-        assert self.told("padding_free") == "no sample is padded"
-        assert self.told("padding_free", with_lengths(9, 9)) == "no sample is padded"
-        assert self.told("padding_free", with_lengths(5, 9)) is None
-        packed = with_lengths(9, 9)
-        packed = dataclasses.replace(packed, data=dataclasses.replace(packed.data, packing=True))
-        assert self.told("padding_free", packed) is None
-        assert "packed" in str(self.told("unpadded", packed))
-        unread = dataclasses.replace(packed, data=DataSpec("/data", "json", "0"))
-        assert self.told("padding_free", unread) is None
-
-    def test_only_a_loss_over_a_vocabulary_is_fused(self) -> None:
-        assert self.told("fused_loss", BERT_LARGE) is not None
+    def test_messages_of_obstacles(self) -> None:
+        padded, masked = (dataclasses.replace(self.TEXT, **each) for each in ({"padding": 0.2}, {"task": "masked-lm"}))
         of_images = dataclasses.replace(self.TEXT, task="image-text-to-text")
-        assert self.told("fused_loss", of_images) == "it is not supported for models of images and text"
-
-    def test_only_masked_language_models_predict_some_tokens_alone(self) -> None:
-        assert self.told("sparse_prediction") == "causal-lm masks no tokens"
-        assert self.told("sparse_prediction", dataclasses.replace(self.TEXT, task="masked-lm")) is None
+        differ, alike, full = with_lengths(5, 9), with_lengths(9, 9), with_lengths(5, 9, padding="max_length")
+        packed = dataclasses.replace(alike, data=dataclasses.replace(alike.data, packing=True))
+        unread = dataclasses.replace(alike, data=DataSpec("/data", "json", "0"))
+        cases: dict[str, dict[str, tuple[Any, ...]]] = {
+            "cuda_graphs": {
+                "a GPU": (), "a CPU": (self.TEXT, "cpu"), "two GPUs": (self.TEXT, "cuda", 2),
+                "lengths that differ": (differ,), "lengths padded to one": (full,),
+            },
+            "checkpointed_layers": {"a language model": ()},
+            "length_multiple": {"one length": (), "lengths that differ": (differ,)},
+            "unpadded": {
+                "full length": (), "padding": (padded,), "lengths padded to one": (full,), "one length": (alike,),
+                "packed samples": (packed,),
+            },
+            "padding_free": {
+                "full length": (), "one length": (alike,), "lengths that differ": (differ,),
+                "packed samples": (packed,), "data that was not read": (unread,),
+            },
+            "fused_loss": {"a language model": (), "classes": (BERT_LARGE,), "images and text": (of_images,)},
+            "sparse_prediction": {"a causal model": (), "a masked one": (masked,)},
+        }  # fmt: skip
+        told = {
+            lever: [f"{name}: {self.told(lever, *given) or 'none'}" for name, given in each.items()]
+            for lever, each in cases.items()
+        }
+        check_messages("obstacles", told)
 
 
 def with_lengths(shortest: int, longest: int, padding: str = "longest") -> Workload:
