@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import warm
 from checkout import ROOT
+from messages import check_refusals
 
 from autotune import api
-from autotune.core.errors import AutotuneError, InvalidRequestError, UnknownModelError, UnknownStudyError
+from autotune.core.errors import AutotuneError, UnknownModelError, UnknownStudyError
 from autotune.models.resolve import resolve_model
 from autotune.space.features import how_to_add
 
@@ -120,72 +121,32 @@ def test_the_result_makes_training_arguments(printed: dict[str, Any]) -> None:
     assert printed["model_arguments"]["dtype"] == "float32"
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"objective": "speed"}, "objective='speed' is not one of 'throughput', 'max-batch'"),
-        ({"sampler": "best"}, "sampler='best'"),
-        ({"effective_batch": 0}, "effective_batch=0 is not a whole number from 1"),
-        ({"trials": True}, "trials=True"),
-        ({"effective_batch": "64"}, "effective_batch='64' is not a whole number"),
-        ({"effective_batch": 64.0}, "effective_batch=64.0 is not a whole number"),
-        ({"world_size": None}, "world_size=None is not a whole number"),
-        ({"padding": 1.0}, "padding=1.0: "),
-        ({"padding": None}, "padding=None is not a number"),
-        ({"tolerance": [1]}, "tolerance of type list is not a number"),
-        ({"time_budget": float("nan")}, "time_budget=nan: "),
-        ({"memory_limit": 24}, "write 24GiB"),
-        ({"memory_limit": True}, "memory_limit=True is not a number"),
-        ({"fresh": "no"}, "fresh='no' is not True or False"),
-        ({"split": 0}, "split=0 is not text"),
-        ({"precision": [1]}, "precision of type list is not a list of texts"),
-        ({"optim": []}, "optim=[] is not a list of one or more"),
-        ({"dtype": float}, "dtype of type type is not one of 'float32'"),
-        ({"progress": "yes"}, "progress='yes' is not True, False or an observer"),
-        ({"tokenizer": object()}, "tokenizer of type object is not a name or a path"),
-        ({"script": 5}, "script=5 is not a list of words"),
-        ({"script": ["train.py", "--epochs", 3]}, "the word 3 of script is not text"),
-        ({"memory_limit": "24 bananas"}, "memory_limit='24 bananas'"),
-        ({"time_budget": "soon"}, "time_budget='soon'"),
-        ({"headroom": "lots"}, "'lots' is not a headroom"),
-        ({"study": "../up"}, "is not a study name"),
-    ],
-)
-def test_bad_values_are_refused(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+BAD_VALUES: list[dict[str, Any]] = [
+    {"objective": "speed"}, {"sampler": "best"}, {"effective_batch": 0}, {"trials": True}, {"effective_batch": "64"},
+    {"effective_batch": 64.0}, {"world_size": None}, {"padding": 1.0}, {"padding": None}, {"tolerance": [1]},
+    {"time_budget": float("nan")}, {"memory_limit": 24}, {"memory_limit": True}, {"fresh": "no"}, {"split": 0},
+    {"precision": [1]}, {"optim": []}, {"dtype": float}, {"progress": "yes"}, {"script": 5},
+    {"script": ["train.py", "--epochs", 3]}, {"memory_limit": "24 bananas"}, {"time_budget": "soon"},
+    {"headroom": "lots"}, {"study": "../up"}, {"model": {"hidden_size": 64}}, {"storage": None},
+    # Trials are other processes.
+    {"dataset": [{"text": "one", "label": 0}]}, {"dataset": {"text": ["one"], "label": [0]}},
+    {"script": "python s/plain.py", "model": None}, {"script": Path("s/plain.py"), "model": None},
+]  # fmt: skip
+
+
+def test_messages_of_bad_values(tmp_path: Path) -> None:
     storage = tmp_path / "absent.db"
-    with pytest.raises(InvalidRequestError) as refused:
-        api.search("bert-tiny", device="cpu", storage=str(storage), **options)
-    assert said in refused.value.message
-    assert refused.value.hint
+    usual = {"model": "bert-tiny", "device": "cpu", "storage": storage}
+    cases: dict[str, Callable[[], object]] = {
+        " ".join(f"{name}={value!r}" for name, value in options.items()): functools.partial(
+            api.search, **{**usual, **options}
+        )
+        for options in BAD_VALUES
+    }
+    cases["an object as tokenizer"] = functools.partial(api.search, **usual, tokenizer=object())
+    cases["load(None)"] = functools.partial(api.load, None, storage=storage)
+    check_refusals("values", cases)
     assert not storage.exists()
-
-
-def test_what_is_no_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequestError, match="model of type dict is not a name or a path"):
-        api.search({"hidden_size": 64}, 8)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="storage=None is not a name or a path"):
-        api.search("bert-tiny", 8, storage=None)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="study=None is not text"):
-        api.load(None, storage=tmp_path / "absent.db")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("rows", [[{"text": "one", "label": 0}], {"text": ["one"], "label": [0]}])
-def test_data_in_memory_is_refused_with_a_way_to_save_it(rows: Any) -> None:
-    """Trials are other processes."""
-    with pytest.raises(InvalidRequestError) as refused:
-        api.search("bert-tiny", 8, dataset=rows)
-    assert refused.value.message == f"dataset of type {type(rows).__name__} is not a name or a path"
-    assert "dataset.save_to_disk('folder') or as a jsonl file" in refused.value.hint
-
-
-def test_a_script_in_one_text_is_refused_with_its_words() -> None:
-    with pytest.raises(InvalidRequestError) as refused:
-        api.search(effective_batch=8, script="python s/plain.py")
-    assert refused.value.message == "script='python s/plain.py' is not a list of words"
-    assert refused.value.hint == "give script=['python', 's/plain.py']"
-    with pytest.raises(InvalidRequestError) as refused:
-        api.search(effective_batch=8, script=Path("s/plain.py"))  # type: ignore[arg-type]
-    assert refused.value.hint == "give script=['s/plain.py']"
 
 
 class AskedError(Exception):
@@ -250,7 +211,7 @@ def test_a_trainer_may_be_a_function_of_a_file(ask: Ask) -> None:
     assert (source.kind, source.file, source.function) == ("build", str(Path(__file__).resolve()), "build")
 
 
-def test_other_functions_are_refused_with_the_next_step() -> None:
+def test_messages_of_functions_that_are_refused() -> None:
     """What an import of the file would not find: nested, nameless, of a notebook, hidden, no function."""
 
     def nested(overrides: dict[str, Any]) -> None:
@@ -258,19 +219,23 @@ def test_other_functions_are_refused_with_the_next_step() -> None:
 
     cell: dict[str, Any] = {}
     exec(compile("def build(overrides): pass", "/tmp/ipykernel_1/2.py", "exec"), cell)
-    for function, said in (
-        (nested, "does not offer the function"),
-        (lambda overrides: None, "does not offer the function"),
-        (original, "test_api.py does not offer the function renamed"),
-        (functools.partial(build), "trainer of type partial is not a function"),
-        (cell["build"], "the function build is in no file"),
-        (len, "is not a function of a file"),
-        (3, "trainer of type int is not a function"),
-    ):
-        with pytest.raises(InvalidRequestError) as refused:
-            api.search(effective_batch=8, trainer=function, device="cpu")  # type: ignore[arg-type]
-        assert said in refused.value.message
-        assert refused.value.hint.endswith("into a file, and give trainer='file.py:name'")
+    functions = {
+        "nested": nested,
+        "nameless": lambda overrides: None,
+        "another of the name": original,
+        "partial": functools.partial(build),
+        "of a notebook": cell["build"],
+        "of C": len,
+        "no function": 3,
+    }
+    cases: dict[str, Callable[[], object]] = {
+        name: functools.partial(api.search, effective_batch=8, trainer=function, device="cpu")
+        for name, function in functions.items()
+    }
+    cases["verified with one's own code"] = functools.partial(
+        api.search, effective_batch=8, trainer=BUILD, device="cpu", verify=True
+    )
+    check_refusals("functions", cases, Path(__file__).parent)
 
 
 # The function and its search in one file, as a script has them.
@@ -337,12 +302,6 @@ def test_a_search_may_end_with_a_stock_run(tmp_path: Path) -> None:
     assert best.startswith("trial 0: 8 × 1 ")
     assert len(best) < 200
     assert len(best.splitlines()) == len(verification.splitlines()) == 1
-
-
-@pytest.mark.usefixtures("ask")
-def test_what_is_not_verified_is_refused_before_the_search() -> None:
-    with pytest.raises(InvalidRequestError, match="--verify after a search with your own code"):
-        api.search(effective_batch=8, trainer=BUILD, device="cpu", verify=True)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,17 +5,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from messages import check_refusals
 from reported import report_of
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataFacts, DataSpec
-from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.results.forms import Recipe
 from autotune.results.recipes import exported_text
@@ -95,22 +97,19 @@ def test_what_only_costs_speed_is_named() -> None:
     assert "slower than measured" not in exported_text(report("plain"), "axolotl")[0]
 
 
-def test_what_would_be_another_training_is_refused() -> None:
-    in_float32 = dataclasses.replace(FULL, dtype="float32")
-    winner = report_of(Candidate(Arm("bf16"), 8), "cuda", ("bf16",), in_float32)
-    with pytest.raises(InvalidRequestError, match="axolotl keeps the weights in 16 bits") as refused:
-        exported_text(winner, "axolotl")
-    assert "--format trl" in refused.value.hint
+def test_messages_of_recipes_of_another_training() -> None:
+    winner = report_of(Candidate(Arm("bf16"), 8), "cuda", ("bf16",), dataclasses.replace(FULL, dtype="float32"))
     assert yaml.safe_load(exported_text(winner, "trl")[0])["dtype"] == "float32"
     bert = report_of(Candidate(Arm("bf16"), 8), "cuda", ("bf16",))
-    for form in TRAINERS:
-        with pytest.raises(InvalidRequestError, match="trains causal language models"):
-            exported_text(bert, form)
-    for form in ("axolotl", "llama-factory"):
-        with pytest.raises(InvalidRequestError, match="its file of fsdp"):
-            said("plain", form, strategy="fsdp", ranks=2, transformer_layer_cls_to_wrap="GPT2Block")
-    with pytest.raises(InvalidRequestError, match="no name for flash_attention_3"):
-        said("plain", "llama-factory", attn_implementation="flash_attention_3")
+    sharded = {"strategy": "fsdp", "ranks": 2, "transformer_layer_cls_to_wrap": "GPT2Block"}
+    attention = {"attn_implementation": "flash_attention_3"}
+    cases: dict[str, Callable[[], object]] = {
+        "float32 weights for axolotl": partial(exported_text, winner, "axolotl"),
+        "flash_attention_3 for llama-factory": partial(said, "plain", "llama-factory", **attention),
+        **{f"BERT for {form}": partial(exported_text, bert, form) for form in TRAINERS},
+        **{f"shards for {form}": partial(said, "plain", form, **sharded) for form in TRAINERS[1:]},
+    }
+    check_refusals("recipes", cases)
 
 
 def test_a_model_card_says_the_settings_the_speed_and_the_machine() -> None:
