@@ -7,16 +7,16 @@ import re
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import COLD, ROOT, run_process
-from messages import check_messages
+from messages import check_messages, check_refusals
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.errors import InvalidRequestError
 from autotune.core.schema import decode, fields_of
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import Prices, find_chip
@@ -337,25 +337,14 @@ def test_a_gpu_of_ones_own_is_described_in_a_file(tmp_path: Path) -> None:
     assert find_chip("MY-GPU", known_chips(str(path))) == chip
 
 
-@pytest.mark.parametrize(
-    ("written", "told"),
-    [
-        ("{", "gpus.json"),
-        ("[]", "names no GPU"),
-        (json.dumps({"a": 3}), "a has no figures"),
-        (json.dumps({"a": {**SPEC, "flops": 3}}), "'flops' is not known"),
-        (json.dumps({"a": {**SPEC, "watts": 0}}), "watts is 0"),
-        (json.dumps({"a": {**SPEC, "memory": "much"}}), "memory"),
-        (json.dumps({"a": {**SPEC, "half_tflops": None}}), "a has no half_tflops"),
-        (json.dumps({"a": {"memory": "24GiB"}}), "a has no capability, no multiprocessors"),
-        (json.dumps({"a": {**SPEC, "capability": "new"}}), "capability is 'new'"),
-    ],
-)
-def test_a_description_that_cannot_be_read_is_refused(written: str, told: str, tmp_path: Path) -> None:
-    path = tmp_path / "gpus.json"
-    path.write_text(written)
-    with pytest.raises(InvalidRequestError, match=told):
-        known_chips(str(path))
+def test_messages_of_descriptions_that_cannot_be_read(tmp_path: Path) -> None:
+    changes = ({"flops": 3}, {"watts": 0}, {"memory": "much"}, {"half_tflops": None}, {"capability": "new"})
+    described = [{"a": each} for each in ({"memory": "24GiB"}, *({**SPEC, **change} for change in changes))]
+    written = ["{", "[]", '{"a": 3}', *map(json.dumps, described)]
+    for at, text in enumerate(written):
+        (tmp_path / f"{at}.json").write_text(text)
+    paths = {text: str(tmp_path / f"{at}.json") for at, text in enumerate(written)}
+    check_refusals("gpu-descriptions", {text: partial(known_chips, path) for text, path in paths.items()}, tmp_path)
 
 
 # A module that Python imports at its start: no process can be started any more.

@@ -135,12 +135,8 @@ def test_another_device_is_refused(doctored: Doctor, run: Run) -> None:
         environment |= {"device_kind": "cuda", "device_name": "NVIDIA H200", "device_uuid": "GPU-1"}
 
     storage = doctored("autotune_environments.document", elsewhere)
-    check_error(
-        run("verify", "tiny", "--storage", storage),
-        4,
-        "was measured on NVIDIA H200; this machine has cpu",
-        "search again",
-    )
+    told = ("was measured on NVIDIA H200; this machine has cpu", "search again")
+    check_error(run("verify", "tiny", "--storage", storage), 4, *told)
 
 
 def test_what_the_stock_process_cannot_build_is_refused(doctored: Doctor, run: Run) -> None:
@@ -171,9 +167,7 @@ def test_a_file_that_was_changed_is_refused(studied: Studied, run: Run, folder: 
     check_error(run("verify", "export.json", *storage), 9, "no study in", "--study")
     check_error(run("verify", "export.json", "--study", "tiny", *storage), 2, "in the file 3")
     file.write_text(json.dumps({**exported, "learning_rat": 1}))
-    check_error(
-        run("verify", "export.json", *storage), 2, "learning_rat in the file is not a field of TrainingArguments"
-    )
+    check_error(run("verify", "export.json", *storage), 2, "learning_rat in the file is not a field")
 
 
 def test_studies_and_steps_that_are_not_there_are_refused(studied: Studied, run: Run) -> None:

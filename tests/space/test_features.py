@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import pytest
 from histories import history_of, ran_out
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import check_refusals
 from recorded import ComputedRunner, measurement, run_policy
 from reported import OLD_FIELDS, report_of
 from searching import BERT_LARGE, ceiling_of, new_store, prepared, request, search
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.errors import DeviceError, InvalidRequestError
+from autotune.core.errors import InvalidRequestError
 from autotune.core.inspection import ModelFacts
 from autotune.core.outcome import Completed
 from autotune.core.units import GIB
@@ -106,10 +108,6 @@ class TestSettings:
 class TestWhatIsTried:
     def test_arms_whose_segments_expand_come_last(self) -> None:
         assert [arm.expandable_segments for arm in expanding_arms()] == [False] * 4 + [True] * 4
-
-    def test_a_cpu_has_no_such_lever(self) -> None:
-        with pytest.raises(DeviceError, match="no allocator with expandable segments"):
-            check_request(replace(request(expandable_segments="on"), device=find_device("cpu")))
 
     def test_only_an_answer_that_was_asked_for_is_recorded(self) -> None:
         assert "expandable_segments" not in request().document()
@@ -211,10 +209,6 @@ class TestPackages:
         for package, extra in EXTRAS.items():
             assert extras["optional-dependencies"][extra][0].startswith(package)
 
-    def test_ligers_kernels_need_a_gpu(self) -> None:
-        with pytest.raises(DeviceError, match="Liger"):
-            check_request(replace(request(liger="on"), device=find_device("cpu")))
-
     def test_flash_attention_goes_with_16_bits_alone(self) -> None:
         flash = Arm("tf32", attn_implementation="flash_attention_2")
         assert not is_compatible(flash, "float32")
@@ -275,11 +269,6 @@ class TestCompiling:
 
 class TestAdapters:
     LORA = replace(BERT_LARGE, peft="lora", lora_rank=16)
-
-    def test_few_bits_need_adapters(self) -> None:
-        with pytest.raises(InvalidRequestError, match="4 bits cannot be trained") as caught:
-            check_request(replace(request(), workload=replace(BERT_LARGE, quantize="4bit")))
-        assert caught.value.hint == "add --peft lora"
 
     def test_adapters_need_less_than_training_everything(self) -> None:
         model = ModelFacts("Model", 10**9, 10**6, ("sdpa",))
@@ -358,15 +347,17 @@ class TestRequest:
     def test_what_is_really_tried(self, options: dict[str, object], pins: str) -> None:
         assert request(**options).pins == pins
 
-    def test_a_cpu_needs_all_its_cores(self) -> None:
+    def test_messages_of_refused_features(self) -> None:
         on_cpu = dataclasses.replace(request(), device=find_device("cpu"), memory_limit_bytes=None)
         assert on_cpu.pins == "off"
-        with pytest.raises(DeviceError, match="--lever cpu_affinity=on: a training on the CPU needs all its cores"):
-            check_request(dataclasses.replace(on_cpu, cpu_affinity="on"))
-
-    def test_several_processes_need_a_core_each(self) -> None:
-        with pytest.raises(DeviceError, match="each of the 2 processes"):
-            check_request(request(cpu_affinity="on", world_size=2))
+        asked = {
+            "expandable segments of a CPU": replace(on_cpu, expandable_segments="on"),
+            "Liger on a CPU": replace(on_cpu, liger="on"),
+            "4 bits without adapters": request(workload=replace(BERT_LARGE, quantize="4bit")),
+            "one core of a CPU": replace(on_cpu, cpu_affinity="on"),
+            "cores for two processes": request(cpu_affinity="on", world_size=2),
+        }
+        check_refusals("features", {name: partial(check_request, each) for name, each in asked.items()})
 
 
 class TestSpace:

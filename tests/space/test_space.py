@@ -7,18 +7,19 @@ installed ``TrainingArguments``.
 import dataclasses
 import itertools
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from messages import check_messages
+from messages import check_messages, check_refusals
 from searching import BERT_LARGE, arms
 from transformers import TrainingArguments
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate, Precision
 from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
-from autotune.core.errors import AutotuneError, DeviceError, InvalidRequestError
+from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import DTypeName, Workload
 from autotune.space.arms import (
     as_asked,
@@ -101,25 +102,9 @@ class TestEffectiveBatch:
         for other in offered:
             assert Batches(other, world_size).baseline()
 
-    def test_fewer_samples_than_devices_offers_no_zero(self) -> None:
-        with pytest.raises(InvalidRequestError) as caught:
-            Batches(2, 4)
-        assert caught.value.hint == "use --effective-batch 4"
-
-    @pytest.mark.parametrize(
-        ("options", "named"),
-        [
-            ({"effective_batch": 0}, "--effective-batch 0"),
-            ({"effective_batch": -8}, "--effective-batch -8"),
-            ({"effective_batch": 64, "world_size": 0}, "--world-size 0"),
-            ({"effective_batch": 64, "multiple": 0}, "--batch-multiple 0"),
-            ({"effective_batch": None, "multiple": 65537}, "--batch-multiple 65537"),
-        ],
-    )
-    def test_nonsense_is_named(self, options: dict[str, Any], named: str) -> None:
-        with pytest.raises(InvalidRequestError, match=re.escape(named)) as caught:
-            Batches(**options)
-        assert caught.value.hint
+    def test_messages_of_refused_batches(self) -> None:
+        sizes = ((2, 4, 1), (0, 1, 1), (-8, 1, 1), (64, 0, 1), (64, 1, 0), (None, 1, 65537))
+        check_refusals("batches", {" ".join(map(str, each)): partial(Batches, *each) for each in sizes})
 
     @given(SHARES)
     def test_the_baseline_is_the_default_batch_of_8_or_the_largest_below_it(self, share: int) -> None:
@@ -231,27 +216,16 @@ class TestPrecisions:
     def test_what_was_asked_comes_best_first_and_once(self) -> None:
         assert choose_precisions(("tf32", "bf16", "tf32"), ALL, "cuda:0", BERT_LARGE) == ("bf16", "tf32")
 
-    @pytest.mark.parametrize(
-        ("asked", "device_has", "dtype", "error", "words"),
-        [
-            ("bf16", ("fp32", "fp16"), "float32", DeviceError, ("cuda:0 (Tesla)", "bf16", "fp32, fp16")),
-            ("fp16", ALL, "bfloat16", InvalidRequestError, ("fp16", "bfloat16", "fp32 or bf16", "--dtype float32")),
-            ("tf32", ALL, "float16", InvalidRequestError, ("tf32", "float16", "use fp32")),
-        ],
-    )
-    def test_what_cannot_be_is_named(
-        self,
-        asked: Precision,
-        device_has: tuple[Precision, ...],
-        dtype: DTypeName,
-        error: type[AutotuneError],
-        words: tuple[str, ...],
-    ) -> None:
-        workload = dataclasses.replace(BERT_LARGE, dtype=dtype)
-        with pytest.raises(error) as caught:
-            choose_precisions((asked,), device_has, "cuda:0 (Tesla)", workload)
-        for word in words:
-            assert word in str(caught.value)
+    def test_messages_of_refused_precisions(self) -> None:
+        asked: tuple[tuple[Precision, tuple[Precision, ...], DTypeName], ...] = (
+            ("bf16", ("fp32", "fp16"), "float32"), ("fp16", ALL, "bfloat16"), ("tf32", ALL, "float16"),
+        )  # fmt: skip
+        check_refusals("precisions", {
+            f"{precision} of {dtype} where there is {', '.join(has)}": partial(
+                choose_precisions, (precision,), has, "cuda:0 (Tesla)", dataclasses.replace(BERT_LARGE, dtype=dtype)
+            )
+            for precision, has, dtype in asked
+        })  # fmt: skip
 
 
 class TestArms:
