@@ -8,13 +8,15 @@ import os
 import resource
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import optuna
 import pytest
 from frozen_databases import run_sql
+from messages import check_refusals
 from processes import receive
 
 from autotune.core.errors import StorageError
@@ -156,19 +158,6 @@ def test_opening_a_file_twice_in_one_process_keeps_its_locks(database: Path) -> 
         first.intern_workload({}, "second")
 
 
-def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="is a folder"):
-        open_store(str(tmp_path))
-
-
-@pytest.mark.parametrize("below", ["file/autotune.db", "file/deeper/autotune.db"])
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, below: str) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StorageError, match="cannot be opened") as caught:
-        open_store(str(tmp_path / below))
-    assert "writable" in caught.value.hint
-
-
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs /proc")
 def test_a_folder_that_cannot_be_written_is_refused() -> None:
     # Not even the superuser can make a file there.
@@ -176,17 +165,13 @@ def test_a_folder_that_cannot_be_written_is_refused() -> None:
         open_store("/proc/autotune.db")
 
 
-@pytest.fixture
-def locked(plain_optuna: Path) -> Iterator[Path]:
-    """A file that another connection holds for itself."""
+def test_messages_of_refused_files(tmp_path: Path, plain_optuna: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    names = (".", "file/autotune.db", "file/deeper/autotune.db", plain_optuna.name)
     with closing(sqlite3.connect(plain_optuna, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
-        yield plain_optuna
-
-
-def test_a_locked_file_is_refused(locked: Path) -> None:
-    with pytest.raises(StorageError, match="locked by another process"):
-        open_store(str(locked), lock_timeout_seconds=0.1)
+        calls = {name: partial(open_store, str(tmp_path / name), lock_timeout_seconds=0.1) for name in names}
+        check_refusals("refused-files", calls, tmp_path)
 
 
 def test_a_file_locked_for_writing_opens_but_refuses_to_write(database: Path) -> None:
