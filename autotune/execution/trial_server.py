@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from autotune.core.code_interface import Protection, ProtectionKind
-from autotune.core.dataset_spec import HeldData, hold_data
+from autotune.core.dataset_spec import DataFacts, facts_in, publish_data
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection, InspectionAnswer
@@ -86,7 +89,8 @@ class TrialServer(ServerProcess):
         super().__init__(placement, workload, log_folder, on_start, warm)
         self._log_folder = log_folder
         self._jobs: dict[str, _UnderWay] = {}
-        self._data: HeldData | None = None
+        self.data_folder: Path | None = None
+        """The folder of the prepared dataset; ``None`` without one."""
         self._looks = 0
         self._protection = protection
         self._layer: Scratch | None = None
@@ -105,17 +109,9 @@ class TrialServer(ServerProcess):
         if any(not job.has_ended for job in self._jobs.values()):
             self.close()
         self.release()
-        if self._data is not None:
-            self._data.release()
-            self._data = None
         if self._layer is not None:
             self._layer.remove()
             self._layer = None
-
-    @property
-    def data_folder(self) -> Path | None:
-        """The folder of the prepared dataset; ``None`` without one."""
-        return self._data.folder if self._data is not None else None
 
     def start(self, *, inspects: bool = False) -> None:
         """Start the server if needed. Its imports overlap with the caller's next work.
@@ -278,21 +274,28 @@ class TrialServer(ServerProcess):
 
     # Questions before the first trial
 
-    def read_data(self, folder: Path) -> Workload:
+    def read_data(self, folder: Path, check: Callable[[Workload], None] = lambda workload: None) -> Workload:
         """Read the workload's dataset into ``folder``, unless it is there; return the workload with its facts.
 
-        Raises ``InvalidRequestError`` for invalid data, ``TrialServerError`` when no answer comes.
+        ``check`` may raise an error for that workload, after which nothing is left in ``folder``. Raises
+        ``InvalidRequestError`` for invalid data, ``TrialServerError`` when no answer comes.
         """
-        held = hold_data(folder)
-        if held is None:
-            self._read_anew(folder)
-            held = hold_data(folder)
-        if held is None:
-            raise TrialServerError(
-                f"the data that was read into {folder} is gone again", "see who removes it, then search once more"
-            )
-        self._data = held
-        self.workload = self.workload.with_facts(held.facts)
+        facts = facts_in(folder)
+        if facts is not None:
+            check(self.workload.with_facts(facts))
+        else:
+            partial = folder.with_name(f"{folder.name}.partial-{uuid.uuid4().hex}")
+            try:
+                facts = self._read_anew(partial)
+                check(self.workload.with_facts(facts))
+                publish_data(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+                # After an error, leave no folder that was not there before.
+                with contextlib.suppress(OSError):
+                    folder.parent.rmdir()
+        self.data_folder = folder
+        self.workload = self.workload.with_facts(facts)
         return self.workload
 
     def run_as_inspected(self, workload: Workload) -> None:
@@ -301,13 +304,8 @@ class TrialServer(ServerProcess):
         self._gpu.close()
         self.workload = workload
 
-    def discard_data(self) -> None:
-        """Remove the prepared dataset, unless another search uses it."""
-        if self._data is not None:
-            self._data.discard()
-
-    def _read_anew(self, folder: Path) -> None:
-        """Read the dataset in a job. Raises the errors of ``read_data``."""
+    def _read_anew(self, folder: Path) -> DataFacts:
+        """Read the dataset into a new folder in a job; return its facts. Raises the errors of ``read_data``."""
         assert self.workload.data is not None
         # The folder is named after the content of the data when the search first looked at it.
         check_unchanged(self.workload.data, of_processor=self.workload.task == "image-text-to-text")
@@ -317,6 +315,8 @@ class TrialServer(ServerProcess):
             raise TrialServerError(f"the data could not be read: {answer}", where)
         if answer.problem is not None:
             raise InvalidRequestError(answer.problem.message, answer.problem.hint)
+        assert answer.facts is not None
+        return answer.facts
 
     def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> T | str:
         """Run a job and return its decoded answer, or the reason in words why there is none."""

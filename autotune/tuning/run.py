@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from autotune.core.candidate import Document
 from autotune.core.code_interface import PROTECTED
-from autotune.core.dataset_spec import DataFacts, describe_lengths, describe_packing
+from autotune.core.dataset_spec import describe_lengths, describe_packing
 from autotune.core.errors import (
     DeviceError,
     InvalidRequestError,
@@ -34,6 +34,7 @@ from autotune.core.errors import (
 )
 from autotune.core.inspection import Inspection
 from autotune.core.schema import encode
+from autotune.core.workload import Workload
 from autotune.devices.lock import Presence
 from autotune.execution import Executor, LocalExecutor, TrialServer, WarmServer
 from autotune.models.tasks import max_seq_len
@@ -390,22 +391,13 @@ def read_data(
     if data is None:
         return request
     note(f"reading {data.label} …")
-    workload = request.workload
-    folder = workload.data_folder(logs)
-    was_there = folder.exists()
-    first, *others = servers
-    workload = first.read_data(folder)
-    request = dataclasses.replace(request, workload=workload)
-    facts = workload.data.facts if workload.data else None
+    folder = request.workload.data_folder(logs)
+    for server in servers:
+        request = dataclasses.replace(
+            request, workload=server.read_data(folder, functools.partial(_check_read, request))
+        )
+    facts = request.workload.data.facts if request.workload.data else None
     assert facts is not None
-    try:
-        _check_read(request, facts)
-    except InvalidRequestError:
-        if not was_there:
-            first.discard_data()
-        raise
-    for server in others:
-        server.read_data(folder)
     if facts.packed is not None:
         note(describe_lengths(facts.packed.lengths))
         note(describe_packing(facts))
@@ -414,11 +406,15 @@ def read_data(
     return request
 
 
-def _check_read(request: SearchRequest, facts: DataFacts) -> None:
-    """Raise ``InvalidRequestError`` where the dataset is too small for one step, or padded beyond the model's limit."""
-    workload = request.workload
-    data = workload.data
+def _check_read(request: SearchRequest, workload: Workload) -> None:
+    """Raise ``InvalidRequestError`` where the dataset is too small for one step, or padded beyond the model's limit.
+
+    ``workload`` has the facts of the dataset that was read.
+    """
+    request, data = dataclasses.replace(request, workload=workload), workload.data
     assert data is not None
+    assert data.facts is not None
+    facts = data.facts
     needed = request.effective_batch or request.batches.levels()[-1]
     if facts.samples < needed:
         option = request.batches.option if request.effective_batch else "--batch-multiple {}".format

@@ -160,14 +160,6 @@ def test_tokens_that_were_made_before_are_taken(read: Callable[..., Read], token
     check_fed(found.trial(Candidate(Arm(), 2)).completed, 16)
 
 
-def test_the_second_reading_is_none(read: Callable[..., Read], tokenizer: str, tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "data.jsonl", samples(WORDS))
-    data = spec(path, tokenizer)
-    first = read("bert-tiny", data).facts
-    path.unlink()
-    assert read("bert-tiny", data).facts == first
-
-
 def test_one_long_sample_among_many_short_decides_memory(
     read: Callable[..., Read], tokenizer: str, tmp_path: Path
 ) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from datasets import DatasetDict, Image, load_dataset, load_from_disk
 from datasets.utils.logging import disable_progress_bar
 from huggingface_hub import constants
 
-from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed, facts_in, publish_data
+from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.lengths import SampleLengths
 from autotune.core.messages import DataAnswer, Problem
@@ -62,28 +60,18 @@ _SHOWN_SAMPLES = 20_000
 
 
 def read_data(workload: Workload, into: str) -> DataAnswer:
-    """Prepare the workload's dataset in the folder ``into``, unless it is there. Return its facts, or the problem."""
+    """Prepare the workload's dataset in the empty folder ``into``. Return its facts, or the problem."""
     folder = Path(into)
-    known = facts_in(folder)
-    if known is not None:
-        # Another search prepared it first.
-        return DataAnswer(facts=known)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     disable_progress_bar()
     transformers.logging.set_verbosity_error()
     try:
-        partial.mkdir(parents=True)
-        facts = _Reading(workload, partial).run()
-        (partial / FACTS_FILE).write_text(json.dumps(encode(facts)))
-        shutil.rmtree(partial / "cache", ignore_errors=True)
-        return DataAnswer(facts=publish_data(partial, folder) or facts)
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = _Reading(workload, folder).run()
+        (folder / FACTS_FILE).write_text(json.dumps(encode(facts)))
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        return DataAnswer(facts=facts)
     except AutotuneError as error:
         return DataAnswer(problem=Problem(error.message, error.hint))
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        # After an error, leave no folder that was not there before.
-        with contextlib.suppress(OSError):
-            folder.parent.rmdir()
 
 
 class _Reading:
