@@ -22,7 +22,7 @@ from autotune.core import errors
 from autotune.core.ceiling import Ceiling
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.messages import Answer, JobMessage, Progress, ServerLine
-from autotune.core.options import OPTIONS, USUAL
+from autotune.core.options import BY_NAME, OPTIONS, USUAL
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
 from autotune.core.schema import VERSION, json_schemas
@@ -43,7 +43,7 @@ from autotune.results.predicted import (
     best_prediction_type,
 )
 from autotune.space.training_arguments import TunedArguments
-from autotune.tuning.request import recorded_options, recorded_type
+from autotune.tuning.request import recorded_fields, recorded_type
 from autotune.verify.loss import LossComparisonDocument
 from autotune.verify.throughput import VerificationDocument
 
@@ -89,7 +89,7 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 _REQUEST = recorded_type().__name__
-_HELP = {each.key: each.option.help for each in recorded_options()}
+_HELP = {each.metadata["recorded_as"]: BY_NAME[each.metadata["option"]].help for each in recorded_fields()}
 
 
 def _schemas_page() -> str:

@@ -25,7 +25,6 @@ from autotune.core.options import (
     CompileChoice,
     LeverChoice,
     Objective,
-    Option,
     SamplerName,
     SearchEffort,
     SwitchChoice,
@@ -57,7 +56,7 @@ def _of(option: str, *, recorded_as: str | None = None, sparse: bool = False, **
     """Declare a field of the request that holds a command-line option, with the option's default unless given.
 
     It is recorded under the option's name or ``recorded_as``; an empty string leaves it out. A ``sparse`` field is
-    recorded only where it differs from its default.
+    recorded only where it differs from its default, as in requests from before there was such an option.
     """
     said = {"option": option, "recorded_as": option if recorded_as is None else recorded_as, "sparse": sparse}
     return field(metadata=said, **(default or {"default": OPTION_BY_NAME[option].default}))
@@ -238,12 +237,12 @@ class SearchRequest:
     def document(self) -> Document:
         """Return the request as JSON-ready data. Equal documents and environments mean equal searches."""
         document = with_version({"model": self.workload.model})
-        for recorded in recorded_options():
-            value = getattr(self, recorded.field)
+        for each in recorded_fields():
+            value = getattr(self, each.name)
             if isinstance(value, Headroom):
                 document |= {"headroom_fraction": value.fraction, "headroom_bytes": value.size_bytes}
-            elif not (recorded.is_sparse and value == recorded.default):
-                document[recorded.key] = list(value) if isinstance(value, tuple) else value
+            elif not (each.metadata["sparse"] and value == each.default):
+                document[each.metadata["recorded_as"]] = list(value) if isinstance(value, tuple) else value
         if self.others:
             document["ranks"] = self.ranks
         return document | ({"data_at": self.workload.data.place()} if self.workload.data else {})
@@ -335,27 +334,10 @@ class SearchRequest:
         return "off" if self.objective == "max-batch" or self.why_not_pinned() else self.cpu_affinity
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedOption:
-    """An option in the JSON of a request."""
-
-    option: Option
-    field: str
-    key: str
-    default: Any
-    """The default of the field of a request."""
-    is_sparse: bool
-    """Left out of the JSON where it has its default, as in requests from before there was such an option."""
-
-
 @functools.cache
-def recorded_options() -> tuple[RecordedOption, ...]:
-    """Return the options that a request records."""
-    return tuple(
-        RecordedOption(OPTION_BY_NAME[each.metadata["option"]], each.name, key, each.default, each.metadata["sparse"])
-        for each in dataclasses.fields(SearchRequest)
-        if (key := each.metadata.get("recorded_as"))
-    )
+def recorded_fields() -> tuple[dataclasses.Field[Any], ...]:
+    """Return the fields of a request that its JSON has, with the names that ``_of`` put in their metadata."""
+    return tuple(each for each in dataclasses.fields(SearchRequest) if each.metadata.get("recorded_as"))
 
 
 def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -373,8 +355,8 @@ def recorded_type() -> type[Any]:
         ("data_at", dict[str, str | None] | None, None),
         ("ranks", int, 1),
     ]
-    for recorded in recorded_options():
-        kind, default = recorded.option.kind, recorded.default
+    for each in recorded_fields():
+        kind, default = OPTION_BY_NAME[each.metadata["option"]].kind, each.default
         if kind is HEADROOM:
             fields += [
                 ("headroom_fraction", at_least(float, 0), Headroom().fraction),
@@ -382,7 +364,7 @@ def recorded_type() -> type[Any]:
             ]
             continue
         values = at_least(kind.json, kind.least)
-        fields.append((recorded.key, values | None if default is None else values, default))
+        fields.append((each.metadata["recorded_as"], values | None if default is None else values, default))
     return make_record("RecordedRequest", fields)
 
 
@@ -402,7 +384,8 @@ def request_from_document(
     if recorded["ranks"] != 1 + len(others):
         raise ValueError(f"it has {recorded['ranks']} ranks, and {1 + len(others)} devices were found for them")
     headroom = Headroom(recorded.pop("headroom_fraction"), recorded.pop("headroom_bytes"))
-    fields = {each.field: recorded[each.key] for each in recorded_options() if each.key in recorded}
+    keys = {each.name: each.metadata["recorded_as"] for each in recorded_fields()}
+    fields = {name: recorded[key] for name, key in keys.items() if key in recorded}
     return SearchRequest(workload=workload, device=device, others=others, study=study, headroom=headroom, **fields)
 
 

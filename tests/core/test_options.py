@@ -17,11 +17,11 @@ from autotune.cli.main import cli
 from autotune.cli.options import options_given
 from autotune.core.arguments import check_arguments
 from autotune.core.errors import InvalidRequestError
-from autotune.core.option_kinds import FLAG, HEADROOM, SCRIPT
+from autotune.core.option_kinds import FLAG, SCRIPT
 from autotune.core.options import BY_NAME, OPTIONS, Option, options_of
 from autotune.tuning.options import request_of
 from autotune.tuning.prepare import prepare
-from autotune.tuning.request import SearchRequest, recorded_options, request_from_document
+from autotune.tuning.request import SearchRequest, recorded_fields, request_from_document
 
 SIGNATURE = inspect.signature(api.search).parameters
 
@@ -66,7 +66,8 @@ class TestFunction:
 class TestRequest:
     def test_recorded_names_are_those_of_the_table(self) -> None:
         document = SearchRequest(BERT_LARGE, H200).document()
-        shown = {each.key for each in recorded_options() if each.option.kind is not HEADROOM and not each.is_sparse}
+        fields = [each for each in recorded_fields() if each.name != "headroom" and not each.metadata["sparse"]]
+        shown = {each.metadata["recorded_as"] for each in fields}
         assert set(document) == shown | {"schema_version", "model", "headroom_fraction", "headroom_bytes"}
 
     def test_a_record_of_a_later_version_is_refused_unless_what_is_new_is_off(self) -> None:
@@ -110,7 +111,7 @@ class TestCommandLine:
 
     def test_a_study_that_goes_on_keeps_what_it_was_searched_with(self) -> None:
         given = _context("resume", ["bert"]).params
-        held = {each.option.name for each in recorded_options()}
+        held = {each.metadata["option"] for each in recorded_fields()}
         assert all(given[option.name] is None for option in options_of("resume") if option.name in held)
 
 
