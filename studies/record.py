@@ -146,7 +146,7 @@ def main() -> None:
         environment = {k: v for k, v in prepared.environment.items() if k != "training_arguments_fields"}
         workload = {k: v for k, v in request.workload.document().items() if k != "config"}
         meta = {"meta": True, "command": ["python", "studies/record.py", *sys.argv[1:]]}
-        meta |= {"environment": environment, "workload": workload, "ceiling": prepared.ceiling.document()}
+        meta |= {"environment": environment, "workload": workload, "ceiling": encode(prepared.ceiling)}
         meta |= {"cap_bytes": prepared.ceiling.cap_bytes, "line_bytes": prepared.ceiling.line_bytes}
         meta |= {"model": encode(prepared.model), "cold_import_s": import_seconds}
         print(json.dumps(meta), flush=True)

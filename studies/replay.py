@@ -290,7 +290,7 @@ def job_of(candidate: Candidate, cap_bytes: int, effort: Effort | None = None) -
 def ceiling_of(runner: RecordedRunner) -> Ceiling:
     """The ceiling that a landscape was recorded under; for the older form that of a 24 GiB card, which is below it."""
     if "ceiling" in runner.meta:
-        return Ceiling.from_document(runner.meta["ceiling"])
+        return decode(runner.meta["ceiling"], Ceiling)
     contexts = (cell["cuda_context_mib"] for _, cell in runner.recorded if "cuda_context_mib" in cell)
     return Ceiling(24 * GIB, 139 * GIB, next(contexts) * MIB, Headroom())
 

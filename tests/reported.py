@@ -7,6 +7,7 @@ from tiny import tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory
+from autotune.core.schema import encode
 from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.results.report import Report
@@ -23,7 +24,7 @@ def report_of(
     completed = Completed(Measurement(0.5, (0.5, 0.5), 0.0, candidate.samples_per_step / 0.5, 1000, 2000))
     trial = TrialRecord("study", 0, candidate, "workload", "environment", outcome=completed)
     ceiling = Ceiling(None, 2**34, 0)
-    study = StudyRecord("a study", "workload", "environment", {}, ceiling.document(), "0.1.0", best_trial_id=trial.id)
+    study = StudyRecord("a study", "workload", "environment", {}, encode(ceiling), "0.1.0", best_trial_id=trial.id)
     environment = {
         "device_kind": device_kind,
         "device_name": "A Device",

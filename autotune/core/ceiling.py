@@ -6,14 +6,11 @@ headroom: a trial is feasible where its peak is at or under the line.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 from autotune.core.errors import InvalidRequestError, NothingFitsError
-from autotune.core.schema import decode
 from autotune.core.units import format_bytes, parse_bytes
 
 PREDICTION_MARGIN = 0.01
@@ -164,12 +161,3 @@ class Ceiling:
         """
         over = peak_reserved_bytes - self.line_bytes
         return over if context_bytes is None else max(over, peak_reserved_bytes + context_bytes - self.reachable_bytes)
-
-    def document(self) -> dict[str, Any]:
-        """Return the ceiling as JSON-ready data, for the trial process and the record."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Ceiling:
-        """Return the ceiling of a document from ``document``. Raises ``ValueError`` where the document is malformed."""
-        return decode(document, cls)

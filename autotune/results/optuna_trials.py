@@ -21,6 +21,7 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Outcome, OutOfMemory, source_of
+from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.space.levers import LEVERS
 from autotune.space.space import LARGEST_FREE_BATCH
@@ -69,7 +70,7 @@ def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[Fr
         if varies and all(value is None or isinstance(value, bool | int | str) for value in found):
             values[name] = found
     spaces = {name: _distribution(name, found) for name, found in values.items()}
-    objective, ceiling = study.request.get("objective", "throughput"), Ceiling.from_document(study.ceiling)
+    objective, ceiling = study.request.get("objective", "throughput"), decode(study.ceiling, Ceiling)
     return [
         _frozen(record, {name: own.get(name) for name in spaces}, spaces, objective, ceiling)
         for record, own in settings

@@ -223,7 +223,7 @@ def winners_speeds(store: Store, summaries: Sequence[StudySummary]) -> dict[str,
         study = summary.study
         # A damaged study is listed without a speed; showing it tells what is wrong.
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            ceiling = Ceiling.from_document(study.ceiling)
+            ceiling = decode(study.ceiling, Ceiling)
             own, before = tuple(trials.get(study.id, ())), deviations_before(repeated, study)
             report = Report(study, summary.workload, summary.environment, ceiling, own, before)
             speed = report.speed(report.best)
@@ -243,7 +243,7 @@ def load_report(store: Store, name: str) -> Report:
             study,
             store.workload_of(study),
             store.environment(study.environment_id),
-            Ceiling.from_document(study.ceiling),
+            decode(study.ceiling, Ceiling),
             tuple(store.trials(study.id)),
             deviations_before(store.repeated_trials([study.environment_id]), study),
         )

@@ -20,6 +20,7 @@ from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemory, source_of
 from autotune.core.placement import Placement
 from autotune.core.rehearsal import Rehearsal
+from autotune.core.schema import decode
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.feasibility import failed_without_verdict
@@ -210,7 +211,7 @@ class Search:
         """Learn from trials on other machines of this kind, to check predictions and to order the first trials."""
         is_alike: dict[str, bool] = {}
         for past in self._store.past_trials(study, elsewhere=True):
-            trial, ceiling = past.trial, Ceiling.from_document(past.ceiling)
+            trial, ceiling = past.trial, decode(past.ceiling, Ceiling)
             where, outcome = trial.environment_id, trial.outcome
             if where not in is_alike:
                 is_alike[where] = is_of_kind(self._store.environment(where), self._prepared.environment)

@@ -25,6 +25,7 @@ from collections.abc import Collection, Iterable, Iterator
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.outcome import Completed, Effort, Measurement, Outcome, OutOfMemory, Source
+from autotune.core.schema import decode
 from autotune.estimate.history import History, Tried, cap_of, ran_in_full
 from autotune.estimate.memory import MemoryModel
 from autotune.store.records import PastTrial
@@ -47,7 +48,7 @@ class Library:
         """Trials that ran out of memory under a cap that is no lower than this ceiling's line."""
         for past in trials:
             if memory is not None and past.trial.outcome is not None:
-                cap_bytes = cap_of(past.trial.candidate.arm, Ceiling.from_document(past.ceiling))
+                cap_bytes = cap_of(past.trial.candidate.arm, decode(past.ceiling, Ceiling))
                 memory.learn(past.trial.candidate, past.trial.outcome, cap_bytes)
             self._file(past, ceiling)
 
@@ -56,7 +57,7 @@ class Library:
         trial = past.trial
         if trial.outcome is None or bool(getattr(trial.outcome, "disturbed", False)):
             return
-        past_ceiling, arm = Ceiling.from_document(past.ceiling), trial.candidate.arm
+        past_ceiling, arm = decode(past.ceiling, Ceiling), trial.candidate.arm
         if arm.expandable_segments and past_ceiling.line_bytes != ceiling.line_bytes:
             # Its cap was the line of its own ceiling, so that it tells nothing about another line.
             return

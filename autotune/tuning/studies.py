@@ -19,6 +19,7 @@ from autotune.core.device import Device
 from autotune.core.errors import DeviceError, InvalidRequestError, StorageError
 from autotune.core.inspection import Software
 from autotune.core.outcome import Completed
+from autotune.core.schema import decode, encode
 from autotune.core.training_source import TrainingSource, masked_options
 from autotune.core.units import format_bytes, plural
 from autotune.core.workload import Workload
@@ -70,7 +71,7 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
         workload_id=store.intern_workload(request.workload.recorded_document(), request.workload.fingerprint()),
         environment_id=store.intern_environment(prepared.environment, environment_fingerprint(prepared.environment)),
         request=request.document(),
-        ceiling=prepared.ceiling.document(),
+        ceiling=encode(prepared.ceiling),
         autotune_version=__version__,
     )
     store.create_study(study)
@@ -86,7 +87,7 @@ def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
     if not is_same_machine(recorded_environment, prepared.environment):
         here = store.intern_environment(prepared.environment, environment_fingerprint(prepared.environment))
         known = replace(known, environment_id=here)
-    recorded = Ceiling.from_document(known.ceiling)
+    recorded = decode(known.ceiling, Ceiling)
     if recorded.line_bytes > prepared.ceiling.cap_bytes:
         notes.append(
             f"only {format_bytes(prepared.ceiling.cap_bytes)} can be reserved now; the study's trials could "
@@ -272,7 +273,7 @@ def _other_place(store: Store, known: StudyRecord, request: SearchRequest) -> st
 
 def _other_memory(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
     """Return in words how memory limits of a study and a request differ, where this changes the answer."""
-    then = Ceiling.from_document(known.ceiling)
+    then = decode(known.ceiling, Ceiling)
     now = Ceiling(request.memory_limit_bytes, request.least_free_bytes, then.context_bytes, request.headroom)
     if abs(now.cap_bytes - then.cap_bytes) <= _SAME_MEMORY * then.cap_bytes:
         return None

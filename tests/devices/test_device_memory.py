@@ -16,6 +16,7 @@ from messages import check_refusals
 from autotune.core.ceiling import Ceiling, Headroom, parse_headroom
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.placement import Placement
+from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.devices.host import HostMemory, cpu_device, host_memory, processor_name
 from autotune.devices.listing import find_device, list_devices
@@ -168,7 +169,7 @@ class TestCeiling:
         assert not ceiling.fits(ceiling.line_bytes + 1)
         assert ceiling.fits(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes)
         assert not ceiling.fits(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes + 1)
-        assert Ceiling.from_document(json.loads(json.dumps(ceiling.document()))) == ceiling
+        assert decode(json.loads(json.dumps(encode(ceiling))), Ceiling) == ceiling
 
     def test_a_smaller_card_emulated_on_a_larger_one(self) -> None:
         ceiling = Ceiling(24 * GIB, 140 * GIB, 620 * MIB)
@@ -188,4 +189,4 @@ class TestCeiling:
     @pytest.mark.parametrize("document", [{}, {"headroom": {}}, {"headroom": 3}, {"headroom": {"percent": 3}}])
     def test_a_malformed_document_is_refused(self, document: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="malformed Ceiling"):
-            Ceiling.from_document(document)
+            decode(document, Ceiling)

@@ -20,6 +20,7 @@ from starlette.testclient import TestClient
 
 from autotune.core.ceiling import Ceiling
 from autotune.core.errors import ServiceError, StorageError
+from autotune.core.schema import encode
 from autotune.service import access, routes
 from autotune.service.access import OncePerMinute
 from autotune.service.predictions import Predictions
@@ -101,7 +102,7 @@ def test_a_study_of_the_command_line_belongs_to_the_admins(
             store.intern_workload({}, "w"),
             store.intern_environment({}, "e"),
             {},
-            Ceiling(None, 2**34, 0).document(),
+            encode(Ceiling(None, 2**34, 0)),
             "0.1.0",
         )
     )

@@ -26,6 +26,7 @@ from autotune.core.outcome import (
     source_of,
 )
 from autotune.core.prediction import MemoryPrediction, PredictionAnswer
+from autotune.core.schema import encode
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB, MIB
 from autotune.core.workload import Workload
@@ -56,7 +57,7 @@ def completed(candidate: Candidate, gib: float = 10.0, allocated_gib: float | No
 def past(candidate: Candidate, outcome: Outcome, cap_bytes: int = CAP_BYTES, number: int = 0) -> PastTrial:
     """A trial of another study."""
     trial = TrialRecord("study", number, candidate, "workload", "environment", outcome=outcome)
-    return PastTrial(trial, "earlier", ceiling_of(cap_bytes).document())
+    return PastTrial(trial, "earlier", encode(ceiling_of(cap_bytes)))
 
 
 def library(*trials: PastTrial, ceiling: Ceiling | None = None) -> Library:

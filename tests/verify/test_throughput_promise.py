@@ -39,7 +39,7 @@ def target(share: float = 0.03, busy: float | None = None, limit_bytes: int | No
     measured = Measurement(0.2, (0.2,) * 3, 0.003, 320.0, 19 * GIB, 20 * GIB, gpu_busy_share=busy)
     best = TrialRecord("study", 1, candidate, "workload", "environment", outcome=Completed(measured))
     ceiling = Ceiling(limit_bytes, 140 * GIB, GIB // 2, Headroom())
-    study = StudyRecord("mine", "workload", "environment", {"seed": 42}, ceiling.document(), "0", best_trial_id=best.id)
+    study = StudyRecord("mine", "workload", "environment", {"seed": 42}, encode(ceiling), "0", best_trial_id=best.id)
     environment = {"packages": {"torch": "2.13.0"}}
     workload = {
         "model": "bert",
