@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autotune.core.candidate import Arm, Candidate, Precision
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface
 from autotune.core.device import Calibration, Chip
 from autotune.core.messages import Problem
@@ -36,31 +36,15 @@ class Software:
 class OwnSettings:
     """The settings that the user's own code trains with where it is told nothing else."""
 
-    optim: str
+    arm: Arm
     per_device_train_batch_size: int | None = None
     """``None`` where it could not be found out."""
     gradient_accumulation_steps: int = 1
-    precision: Precision = "fp32"
-    gradient_checkpointing: bool = False
-    attn_implementation: str = "sdpa"
-    torch_compile: bool = False
-    torch_compile_mode: str | None = None
-    use_liger_kernel: bool = False
 
     def candidate(self) -> Candidate | None:
         """Return these settings as a candidate; ``None`` where the batch is not known."""
-        if self.per_device_train_batch_size is None:
-            return None
-        arm = Arm(
-            self.precision,
-            self.gradient_checkpointing,
-            self.attn_implementation,
-            self.optim,
-            torch_compile=self.torch_compile,
-            torch_compile_mode=self.torch_compile_mode,
-            use_liger_kernel=self.use_liger_kernel,
-        )
-        return Candidate(arm, self.per_device_train_batch_size, self.gradient_accumulation_steps)
+        batch = self.per_device_train_batch_size
+        return Candidate(self.arm, batch, self.gradient_accumulation_steps) if batch is not None else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from autotune.core.candidate import OWN_OPTIM, Precision
+from autotune.core.candidate import OWN_OPTIM, Arm, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.errors import InvalidRequestError, NothingFitsError
 from autotune.core.inspection import ModelFacts, OwnSettings
@@ -105,7 +105,7 @@ def _check_samples(request: SearchRequest, samples: int | None) -> None:
 def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
     """Return the request with the settings of the user's own code, except where the user requested others."""
     effective_batch = _effective_batch(request, model)
-    optim = model.own.optim if model.own is not None else OWN_OPTIM
+    optim = model.own.arm.optim if model.own is not None else OWN_OPTIM
     source = request.workload.source
     assert source is not None
     # The request of a resumed study names ``OWN_OPTIM``.
@@ -180,7 +180,7 @@ def _without_ignored_settings(request: SearchRequest, model: ModelFacts) -> Sear
     if named and "precision" in searched:
         return _with_named_precisions(request, named)
     if "precision" not in searched:
-        own: Precision = model.own.precision if model.own is not None else "fp32"
+        own: Precision = model.own.arm.precision if model.own is not None else "fp32"
         if request.precisions not in (None, (own,)):
             raise InvalidRequestError(
                 f"--precision {','.join(request.precisions or ())} does not apply to {source.name}, which decides it",
@@ -238,7 +238,7 @@ def _only_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """
     source, searched = request.workload.source, model.interface.searched
     assert source is not None
-    own, fixed = model.own or OwnSettings(OWN_OPTIM), model.interface.fixed
+    own, fixed = model.own or OwnSettings(Arm()), model.interface.fixed
     batch = own.per_device_train_batch_size if fixed.batch is None else fixed.batch
     accumulation = own.gradient_accumulation_steps if fixed.accumulation is None else fixed.accumulation
     effective_batch = request.effective_batch

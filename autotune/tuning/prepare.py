@@ -97,10 +97,10 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     ceiling = Ceiling(request.memory_limit_bytes, request.least_free_bytes, facts.context_bytes, request.headroom)
     late, is_cpu = request.late_settings(model.checkpointing_layers), request.device.kind == "cpu"
     settings = {**request.settings(), "cpu_affinity": request.pins == "on"}
-    if model.own is not None and model.own.torch_compile and request.torch_compile == "auto":
+    if model.own is not None and model.own.arm.torch_compile and request.torch_compile == "auto":
         # What the user's code compiles stays compiled, unless something else was asked for.
         late -= {"torch_compile"}
-        settings |= {"torch_compile": True, "torch_compile_mode": model.own.torch_compile_mode}
+        settings |= {"torch_compile": True, "torch_compile_mode": model.own.arm.torch_compile_mode}
     default_attention = "sdpa" if "sdpa" in model.attn_implementations else "eager"
     attentions = request.attn_implementations or (default_attention,)
     if request.workload.source is not None:

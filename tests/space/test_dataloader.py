@@ -97,7 +97,7 @@ def test_a_search_tunes_the_loader_of_its_winner(tmp_path: Path) -> None:
     assert list(dict.fromkeys(counts)) == [0, 2, 4, 8, 16]
     assert found.best.candidate.arm.dataloader_num_workers == 16
     script = Workload.of_source(TrainingSource("script", "/run.py", "0", "/"))
-    own = OwnSettings("adamw_torch_fused", 8)
+    own = OwnSettings(Arm(optim="adamw_torch_fused"), 8)
     of_script = run("script", script, samples=64, own=own)
     assert of_script.best.candidate.arm.dataloader_num_workers == 16
     made_up = run("made-up", BERT_LARGE)

@@ -102,7 +102,7 @@ class TestOwnCheckpointing:
 
     def prepared(self, choice: CheckpointingChoice, always: bool) -> Prepared:
         asked = request(gradient_checkpointing=choice, workload=OWN_SCRIPT)
-        own = OwnSettings("adamw_torch_fused", 8, 8, gradient_checkpointing=True)
+        own = OwnSettings(Arm(gradient_checkpointing=True), 8, 8)
         return prepare(asked, facts(always_checkpoints=always, own=own))
 
     @pytest.mark.parametrize("choice", ["auto", "on"])
@@ -116,7 +116,7 @@ class TestOwnCheckpointing:
 
 def with_completions(effective_batch: int) -> Prepared:
     """A search over code that generates 4 completions of each prompt."""
-    model = facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(samples_a_prompt=4))
+    model = facts(own=OwnSettings(Arm(optim="adamw_torch"), 4), interface=CodeInterface(samples_a_prompt=4))
     return prepare(request(effective_batch=effective_batch, workload=OWN_SCRIPT), model)
 
 
@@ -130,7 +130,7 @@ def test_the_multiples_of_batches_and_of_rows_follow_from_the_lengths() -> None:
 
     def multiples(lengths: list[int], samples: int) -> tuple[int, int]:
         interface = CodeInterface(lengths=SampleLengths.of(lengths, samples=samples))
-        own = facts(own=OwnSettings("adamw_torch", 32), interface=interface)
+        own = facts(own=OwnSettings(Arm(optim="adamw_torch"), 32), interface=interface)
         return prepare(request(workload=OWN_SCRIPT), own).space.multiples
 
     short, long = multiples(lengths, 8192), multiples(lengths, 1_000_000)
@@ -144,7 +144,7 @@ def test_the_multiples_of_batches_and_of_rows_follow_from_the_lengths() -> None:
 
 def with_engine(share: float) -> Inspection:
     """What is known of code that gives vLLM this share of the GPU, an H200 of 139.4 GiB."""
-    return facts(own=OwnSettings("adamw_torch", 4), interface=CodeInterface(engine_share=share))
+    return facts(own=OwnSettings(Arm(optim="adamw_torch"), 4), interface=CodeInterface(engine_share=share))
 
 
 def test_vllm_leaves_memory_for_training() -> None:
@@ -153,7 +153,7 @@ def test_vllm_leaves_memory_for_training() -> None:
     told = note_on_engine(given, with_engine(0.1).model)
     assert told.startswith("vLLM takes 13.9 GiB of cuda:0 in the process of each trial")
     # What is measured has it in it, so that nothing is taken off.
-    assert prepare(given, with_engine(0.1)).ceiling == prepare(given, facts(own=OwnSettings("adamw_torch", 4))).ceiling
+    assert prepare(given, with_engine(0.1)).ceiling == prepare(given, facts(own=OwnSettings(Arm(optim="adamw_torch"), 4))).ceiling
 
 
 class TestSamples:
@@ -163,7 +163,7 @@ class TestSamples:
     def own(samples: int | None, kind: Framework = "trainer", **options: Any) -> Prepared:
         source = TrainingSource("build", "train.py", "abc", "/", function="build")
         asked = request(effective_batch=None, workload=Workload.of_source(source), **options)
-        settings = OwnSettings("adamw_torch", 8)
+        settings = OwnSettings(Arm(optim="adamw_torch"), 8)
         return prepare(
             asked, facts(config={"model_type": "bert"}, own=settings, samples=samples, interface=CodeInterface(kind))
         )
@@ -260,7 +260,7 @@ class TestOwnLoop:
         **options: Any,
     ) -> Prepared:
         asked = request(**{"effective_batch": 64, "optims": (), "workload": OWN_SCRIPT, **options})
-        own = OwnSettings(OWN_OPTIM, batch, accumulation)
+        own = OwnSettings(Arm(optim=OWN_OPTIM), batch, accumulation)
         interface = CodeInterface(kind, tuple(searched))
         checkpoints = "checkpointing" in searched
         return prepare(asked, facts(own=own, interface=interface, gradient_checkpointing=checkpoints, samples=samples))

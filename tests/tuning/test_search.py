@@ -342,7 +342,7 @@ class TestOwnSettingsThatFail:
     OWN = Candidate(Arm("fp32", optim="own"), 8, 8)
 
     def search(self, store: Store, runner: ComputedRunner, observer: RecordingObserver) -> Run:
-        own = OwnSettings("own", 8, 8)
+        own = OwnSettings(Arm(optim="own"), 8, 8)
         given = prepare(request(workload=self.WORKLOAD, optims=()), facts(own=own))
         return search(store, runner, observer, given=given)
 

@@ -117,7 +117,7 @@ OWN = Workload.of_source(TrainingSource("script", "/train.py", "0", "/", interfa
 
 def own_trainer(optim: str = "adamw_torch_fused") -> Document:
     """The facts of a Trainer of the user's own."""
-    return {**LAYERS, "own": OwnSettings(optim, 8), "interface": CodeInterface(), "samples": 6400}
+    return {**LAYERS, "own": OwnSettings(Arm(optim=optim), 8), "interface": CodeInterface(), "samples": 6400}
 
 
 def test_a_trainer_of_ones_own_is_sharded_where_that_is_asked_for() -> None:

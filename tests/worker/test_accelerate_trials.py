@@ -37,7 +37,7 @@ def test_a_loop_on_accelerate_is_measured_unmodified(trial_server: ServerClient,
         "batch": "--per_device_train_batch_size", "accumulation": "--gradient_accumulation_steps",
     }  # fmt: skip
     assert (model.own.per_device_train_batch_size, model.own.gradient_accumulation_steps) == (4, 2)
-    assert model.own.precision == "fp32"
+    assert model.own.arm.precision == "fp32"
     assert model.interface.accelerator.startswith("accelerate_loop.py:")
     assert model.interface.passed == ("gradient_accumulation_steps",)
 

@@ -52,7 +52,7 @@ def test_tf32_is_seen_as_the_precision_of_a_script_that_allows_it(trial_server: 
     told = 'import torch\ntorch.set_float32_matmul_precision("high")\nimport argparse\n'
     script.write_text(SCRIPT.read_text().replace("import argparse\n", told))
     _, model = trial_server.prepared(of_command("python", str(script)))
-    assert model.own.precision == "tf32"
+    assert model.own.arm.precision == "tf32"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

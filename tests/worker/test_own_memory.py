@@ -153,7 +153,7 @@ def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
     assert {trial.state for trial in observer.ended} == {"completed"}
     tried = {trial.candidate for trial in observer.ended}
     assert max(candidate.per_device_train_batch_size for candidate in tried) == 1024
-    plain = Arm("fp32", optim=model.own.optim)
+    plain = Arm("fp32", optim=model.own.arm.optim)
     too_large = [Candidate(plain, 2048, 2), Candidate(plain, 4096, 1)]
     assert all(forecast.model.surely_over(candidate) for candidate in too_large)
     assert not tried.intersection(too_large)
@@ -248,7 +248,7 @@ def test_a_script_is_traced_while_it_is_looked_at_and_computes_nothing(
     assert model.own.per_device_train_batch_size == 8
     if text is WAITS:
         assert model.interface.memory_unknown is None
-        assert [(trace.arm.precision, trace.arm.optim) for trace in model.memory] == [("fp32", model.own.optim)]
+        assert [(trace.arm.precision, trace.arm.optim) for trace in model.memory] == [("fp32", model.own.arm.optim)]
 
 
 def test_a_loop_is_not_traced(trial_server: ServerClient, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def test_what_an_unmodified_script_would_do_is_known_before_any_trial(trial_serv
         "BertForSequenceClassification", "float32", True,
     )  # fmt: skip
     assert model.config["model_type"] == "bert"
-    assert model.own == OwnSettings("adafactor", 4, 4, "bf16", False, "sdpa")
+    assert model.own == OwnSettings(Arm("bf16", optim="adafactor"), 4, 4)
     assert model.samples == 200
     assert files(folder) == {"train.csv"}
 
@@ -442,7 +442,7 @@ def test_what_is_set_after_the_arguments_were_made_is_kept_quiet_too(trial_serve
 def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_server: ServerClient, folder: Path) -> None:
     text = "t = trainer()\nt.model.gradient_checkpointing_enable()\nt.train()\n"
     model = trial_server.model(inline(folder, text))
-    assert (model.always_checkpoints, model.own.gradient_checkpointing) == (True, True)
+    assert (model.always_checkpoints, model.own.arm.gradient_checkpointing) == (True, True)
     outcome = trial_server.trial(inline(folder, text), Candidate(Arm(), 4)).failed
     assert (
         outcome.message
@@ -452,7 +452,7 @@ def test_a_model_that_checkpoints_by_itself_is_known_before_any_trial(trial_serv
     both = inline(folder, text.replace("trainer()", "trainer(gradient_checkpointing=True)"))
     assert trial_server.model(both).always_checkpoints
     by_arguments = trial_server.model(inline(folder, "trainer(gradient_checkpointing=True).train()"))
-    assert (by_arguments.always_checkpoints, by_arguments.own.gradient_checkpointing) == (False, True)
+    assert (by_arguments.always_checkpoints, by_arguments.own.arm.gradient_checkpointing) == (False, True)
     answer = sane(trial_server, inline(folder, text), Candidate(Arm(gradient_checkpointing=True), 4))
     assert "is_gradient_checkpointing" not in answer.log
 
@@ -596,7 +596,7 @@ def test_the_precision_that_a_launcher_sets_is_the_scripts_own_and_no_candidates
         "made = trainer(use_cpu=True)\nmade.model.bert.register_forward_pre_hook(look)\nmade.train()\n",
     )
     workload = of_command("accelerate", "launch", "--num_processes", "1", "--mixed_precision", "bf16", "run.py")
-    assert trial_server.model(workload).own.precision == "bf16"
+    assert trial_server.model(workload).own.arm.precision == "bf16"
     assert trial_server.trial(workload, Candidate(Arm("fp32"), 4, 1)).completed
     outcome = trial_server.trial(workload, Candidate(Arm("bf16"), 4, 1)).failed
     assert "autocast" in outcome.message

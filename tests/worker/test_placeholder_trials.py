@@ -153,7 +153,7 @@ def inspected(trial_server: ServerClient, options: str) -> tuple[Workload, Model
 
 def own_batch(model: ModelFacts) -> tuple[Any, ...]:
     own = model.own
-    return () if own is None else (own.per_device_train_batch_size, own.gradient_accumulation_steps, own.precision)
+    return () if own is None else (own.per_device_train_batch_size, own.gradient_accumulation_steps, own.arm.precision)
 
 
 def test_a_loop_does_what_it_is_told(trial_server: ServerClient, folder: Path) -> None:

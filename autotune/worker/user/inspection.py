@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from autotune.core import loop as loop_interface
-from autotune.core.candidate import OWN_OPTIM
+from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.launch_command import ALONE
@@ -224,22 +224,16 @@ class LoopInspection(Observer, Listener):
         )
         is_tf32 = torch.backends.cuda.matmul.allow_tf32 and precision == "fp32"
         facts = facts_of(model, loader)
-        own = OwnSettings(
-            OWN_OPTIM,
-            batch,
-            accumulation,
-            # ``None`` stands for a precision that no trial sets, such as 16-bit weights without an autocast.
-            "tf32" if is_tf32 else precision or "fp32",
-            checkpoints,
-            facts.attn_implementations[0],
-        )
+        # ``None`` stands for a precision that no trial sets, such as 16-bit weights without an autocast.
+        known = "tf32" if is_tf32 else precision or "fp32"
+        arm = Arm(known, checkpoints, facts.attn_implementations[0], OWN_OPTIM)
         self._finish(
             dataclasses.replace(
                 facts,
                 gradient_checkpointing=can_checkpoint,
                 always_checkpoints=checkpoints,
                 interface=_with_loader(interface, loader),
-                own=own,
+                own=OwnSettings(arm, batch, accumulation),
             )
         )
 

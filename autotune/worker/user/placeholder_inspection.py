@@ -333,7 +333,7 @@ def _own_settings(own: ScriptRun, how: HowItSteps) -> OwnSettings:
     if site is not None:
         rows = sum(site.rows(model, shapes) for model, shapes in own.calls)
         batch = rows // (site.factor * max(1, site.calls) * micro_steps)
-    return OwnSettings(OWN_OPTIM, batch or None, micro_steps, own.precision, own.checkpoints)
+    return OwnSettings(Arm(own.precision, own.checkpoints, optim=OWN_OPTIM), batch or None, micro_steps)
 
 
 def _passes(first: ScriptRun, second: ScriptRun) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from autotune.core.candidate import Document, Precision
+from autotune.core.candidate import Arm, Document, Precision
 from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.messages import InspectionWork
@@ -300,6 +300,15 @@ def _model_facts(trainer: Any, interface: CodeInterface, fields: TrialFields) ->
     config = getattr(model, "config", None)
     batch, accumulation = own_batch(args)
     checkpointing, recomputes = fields.own_checkpointing, is_checkpointing(model)
+    arm = Arm(
+        _precision(args),
+        checkpointing or recomputes,
+        attention_of(config),
+        json_value(args.optim),
+        torch_compile=args.torch_compile,
+        torch_compile_mode=args.torch_compile_mode if args.torch_compile else None,
+        use_liger_kernel=bool(args.use_liger_kernel),
+    )
     without_fsdp2 = why_no_fsdp2()
     return dataclasses.replace(
         facts_of(model, None),
@@ -307,17 +316,7 @@ def _model_facts(trainer: Any, interface: CodeInterface, fields: TrialFields) ->
         gradient_checkpointing=bool(getattr(model, "supports_gradient_checkpointing", False)),
         layer_classes=tuple(layer_classes(model)) if without_fsdp2 is None else (),
         sharding_error=without_fsdp2,
-        own=OwnSettings(
-            json_value(args.optim),
-            batch,
-            accumulation,
-            _precision(args),
-            checkpointing or recomputes,
-            attention_of(config),
-            args.torch_compile,
-            args.torch_compile_mode if args.torch_compile else None,
-            bool(args.use_liger_kernel),
-        ),
+        own=OwnSettings(arm, batch, accumulation),
         interface=interface,
         samples=length(getattr(trainer, "train_dataset", None)),
         always_checkpoints=recomputes and (fields.is_probing or not checkpointing),

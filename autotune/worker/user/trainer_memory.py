@@ -160,10 +160,11 @@ def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
 
     fp16 takes as much memory as bf16, tf32 as much as fp32. Never raises.
     """
-    own, wanted = model.own, work.arms
-    assert own is not None
+    wanted = work.arms
+    assert model.own is not None
     assert wanted is not None
     assert wanted.chip is not None
+    own = model.own.arm
     optims = wanted.optims if wanted.optims and own.optim != OWN_OPTIM else (own.optim,)
     halves = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in wanted.precisions)
     arms = [
