@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from autotune.core.candidate import Arm, Document
 from autotune.core.inspection import Software
@@ -28,26 +27,19 @@ _NOT_IN_KIND = frozenset({"training_arguments_fields", "device_uuid", "device_uu
 
 # Variables that change how fast torch trains or how much memory it takes. Sources: the notes on CUDA and the page
 # "CUDA Environment Variables" of PyTorch's documentation, and the CUDA programming guide.
-_FIRST_VARIABLES = frozenset(
-    {
-        "CUBLAS_WORKSPACE_CONFIG",
-        "CUDA_LAUNCH_BLOCKING",
-        "MKL_NUM_THREADS",
-        "NVIDIA_TF32_OVERRIDE",
-        "OMP_NUM_THREADS",
-        "PYTORCH_ALLOC_CONF",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    }
-)
-"""The variables that environments without ``host`` recorded."""
-_VARIABLES = _FIRST_VARIABLES | {
+_VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG",
     "CUBLASLT_WORKSPACE_SIZE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_LAUNCH_BLOCKING",
     "CUDA_MODULE_LOADING",
     # The memory allocator of the C library, and its settings.
     "GLIBC_TUNABLES",
     "LD_PRELOAD",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     # Whether transformers replaces layers with kernels of the package ``kernels``.
     "USE_HUB_KERNELS",
@@ -120,11 +112,7 @@ def _ranks(placement: Placement) -> Document:
 
 def measured_environment(environment: Document) -> Document:
     """Select the part of an environment that affects measurements on any machine of the same kind."""
-    facts = {key: value for key, value in environment.items() if key not in _NOT_IN_KIND}
-    if "ranks" in facts:
-        # The strategy was once recorded here; it belongs to the arm.
-        facts["ranks"] = {key: value for key, value in facts["ranks"].items() if key != "strategy"}
-    return facts
+    return {key: value for key, value in environment.items() if key not in _NOT_IN_KIND}
 
 
 def environment_fingerprint(environment: Document) -> str:
@@ -151,9 +139,4 @@ def _machine(environment: Document) -> tuple[list[str | None], str | None]:
 
 def comparable_environment(today: Document, recorded: Document) -> Document:
     """Select those facts of today's environment that an earlier version of autotune recorded too."""
-    facts: dict[str, Any] = measured_environment(today)
-    facts = {key: value for key, value in facts.items() if key in recorded or value is None}
-    # Records without a host are from before more variables were recorded.
-    if "host" not in recorded and "variables" in facts:
-        facts["variables"] = {name: facts["variables"][name] for name in facts["variables"] if name in _FIRST_VARIABLES}
-    return facts
+    return {key: value for key, value in measured_environment(today).items() if key in recorded or value is None}

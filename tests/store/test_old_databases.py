@@ -1,5 +1,6 @@
 """Databases of earlier autotunes, each with a search that was killed during its fourth trial, are gone on with."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,14 @@ from autotune.results.json_document import report_document
 from autotune.results.report import load_report
 from autotune.results.text import summary_lines
 from autotune.store.opening import current_revision, migrations_folder, open_store
-from autotune.tuning.environment import _FIRST_VARIABLES
+from autotune.tuning.environment import measured_variables
 
 
 @pytest.fixture(autouse=True)
 def _as_it_was_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable that torch reads was set where they were written, and trials measured as they did then."""
-    for name in _FIRST_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in measured_variables(os.environ):
+        monkeypatch.delenv(name)
     monkeypatch.setattr("autotune.tuning.prepare._measurement_revision", lambda request: 1)
 
 
