@@ -472,13 +472,13 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
 
             send("result", look(job.workload, work, scratch.output_dir))
         case RehearsalWork() as work:
-            from autotune.worker.user.rehearsal import rehearse_by_name
+            from autotune.worker.user.rehearsal import NamedRehearsal
 
             def end(found: Rehearsal) -> NoReturn:
                 send("result", found)
                 process.leave(0)
 
-            rehearse_by_name(job.workload, work, scratch, end, ranks)
+            NamedRehearsal(job.workload, work, scratch, end, ranks).run_and_end()
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 

@@ -90,7 +90,7 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
         # What is gathered is told alone.
         rehearsal.most_host_bytes = lambda: 0
         rehearsal._MOST_SAVED_BYTES = int(sys.argv[3])
-        rehearsal.rehearse_by_name(job.workload, job.work, scratch, end, ranks)
+        rehearsal.NamedRehearsal(job.workload, job.work, scratch, end, ranks).run_and_end()
     tell(outcome_document(Trial(job.workload, job.work, scratch, lambda _: None, ranks).run()))
     sys.stderr.flush()
     os._exit(0)

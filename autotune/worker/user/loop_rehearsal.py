@@ -59,7 +59,7 @@ class LoopRehearsal(Rehearses, OwnTrial):
         """Set up ``parts`` to give the loop's batches and to watch it; return steps that do nothing."""
         self._checks.watch.remove()
         self.parts = LoopParts(
-            accumulation or 1, self._begins, self._source.framework, self._work, self._meter, self._answer
+            accumulation or 1, self._begins, self._source.framework, self._work, self._meter, self._finish
         )
         self._epoch_batches = self.parts.epoch_batches
         around_batches(self.parts.give)

@@ -18,7 +18,7 @@ from autotune.core.candidate import Candidate
 from autotune.core.lengths import PlannedRun, SampleLengths, shapes_of
 from autotune.core.loop import LoopConfig, loop_arguments
 from autotune.core.messages import TrialWork
-from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, FailureReason, Measurement, OutOfMemory
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
 from autotune.space.levers import HALF
@@ -59,9 +59,10 @@ class OwnTrial(Trial):
         work: TrialWork,
         scratch: Scratch,
         send: Send,
-        finish: Callable[[Outcome], NoReturn],
+        finish: Callable[[Any], NoReturn],
         ranks: Ranks | None = None,
     ) -> None:
+        """``finish`` sends the outcome, or what a subclass finds in its place, and ends the process."""
         super().__init__(workload, work, scratch, send, ranks)
         assert self._workload.source is not None
         self._source = self._workload.source
@@ -170,6 +171,7 @@ class OwnTrial(Trial):
         return outcome
 
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
+        """End the process with the outcome of the trial."""
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 

@@ -121,42 +121,38 @@ class Parts:
         return 0 if self._is_on_cpu else most_host_bytes() or 0
 
 
-def trial_of(work: RehearsalWork) -> TrialWork:
-    """Return the trial that is gone on from in a rehearsal."""
-    return TrialWork(
-        work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified, work.data_folder
-    )
-
-
-def end_by_outcome(parts: Parts | None, outcome: Outcome, answer: Answer) -> NoReturn:
-    """End a rehearsal whose trial ended by itself; ``parts`` are ``None`` where it had not begun to train."""
-    why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
-    if parts is not None:
-        parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
-    answer(Rehearsal(problem=why))
-
-
-def rehearse_by_name(
-    workload: Workload, work: RehearsalWork, scratch: Scratch, answer: Answer, ranks: Ranks
-) -> NoReturn:
-    """Rehearse a model by name on several ranks, and end the process with the results."""
-    rehearsal = NamedRehearsal(work, answer, workload, trial_of(work), scratch, lambda _: None, ranks)
-    outcome = rehearsal.run()
-    end_by_outcome(rehearsal.parts, outcome, answer)
-
-
 class Rehearses(Trial):
-    """A trial that ends with what a long run needs beyond its first steps."""
+    """A trial that ends with a ``Rehearsal``: what a long run needs beyond its first steps."""
 
-    def __init__(self, work: RehearsalWork, answer: Answer, *args: Any) -> None:
-        super().__init__(*args)
-        self._work, self._answer = work, answer
+    parts: Parts | None = None
+    """What the rehearsal runs after the first steps; ``None`` before the training begins."""
+    _finish: Answer
+
+    def __init__(self, workload: Workload, work: RehearsalWork, *args: Any) -> None:
+        trial = TrialWork(
+            work.candidate, work.devices, work.cap_bytes, Effort(), work.seed, work.unmodified, work.data_folder
+        )
+        super().__init__(workload, trial, *args)
+        self._work = work
+
+    def _end(self, outcome: Outcome) -> NoReturn:
+        """End the process with what was found before the trial ended by itself."""
+        why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
+        if self.parts is not None:
+            self.parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
+        self._finish(Rehearsal(problem=why))
 
 
 class NamedRehearsal(Rehearses):
     """A rehearsal of a model by name on several ranks."""
 
-    parts: _TrainerParts | None = None
+    def __init__(self, workload: Workload, work: RehearsalWork, scratch: Scratch, finish: Answer, ranks: Ranks) -> None:
+        super().__init__(workload, work, scratch, lambda _: None, ranks)
+        self._finish = finish
+
+    def run_and_end(self) -> NoReturn:
+        """Train, and end the process with the results."""
+        self._end(self.run())
 
     def _prepare(self, trainer: Any) -> None:
         """Add the callback that runs the parts after two steps. The evaluation gets some of the training's samples."""
@@ -166,16 +162,13 @@ class NamedRehearsal(Rehearses):
         trainer.eval_dataset = part_of(trainer.train_dataset, (), samples)
         trainer.args.per_device_eval_batch_size = self._candidate.per_device_train_batch_size
         trainer.args.save_strategy = SaveStrategy.STEPS
-        self.parts = _TrainerParts(trainer, _ProcessMemory(), self._ranks, self._work, self._meter, self._answer)
+        self.parts = _TrainerParts(trainer, _ProcessMemory(), self._ranks, self._work, self._meter, self._finish)
         self.parts.is_of_named_model = True
         trainer.add_callback(self.parts)
 
 
 class TrainerRehearsal(Rehearses, TrainerTrial):
     """A rehearsal of the user's own ``Trainer``."""
-
-    parts: _TrainerParts | None = None
-    """What is run at the end; ``None`` before the training begins."""
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
@@ -188,7 +181,7 @@ class TrainerRehearsal(Rehearses, TrainerTrial):
             raise UserCodeError("what it trains on is generated anew in each run")
         self._apply(trainer)
         self._checks.watch.remove()
-        self.parts = _TrainerParts(trainer, self._tree, self._ranks, self._work, self._meter, self._answer)
+        self.parts = _TrainerParts(trainer, self._tree, self._ranks, self._work, self._meter, self._finish)
         trainer.add_callback(self.parts)
         trainer.args.max_steps = max(trainer.args.max_steps, _MOST_STEPS)
         if trainer.args.save_strategy != "no":

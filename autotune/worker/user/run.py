@@ -20,7 +20,7 @@ from autotune.core.candidate import Document
 from autotune.core.inspection import InspectionAnswer
 from autotune.core.look import FirstStep, LookAnswer, LookWork
 from autotune.core.messages import InspectionWork, TrialWork
-from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory, outcome_document
+from autotune.core.outcome import Completed, Effort, Failed, OutOfMemory, outcome_document
 from autotune.core.rehearsal import RehearsalWork
 from autotune.core.scratch import Scratch
 from autotune.core.workload import Workload
@@ -35,12 +35,26 @@ from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import Code, inspect_loop
 from autotune.worker.user.loop_rehearsal import LoopRehearsal
 from autotune.worker.user.own_trial import OwnTrial
-from autotune.worker.user.rehearsal import TrainerRehearsal, end_by_outcome, trial_of
+from autotune.worker.user.rehearsal import TrainerRehearsal
 from autotune.worker.user.trainer_fields import generates
 from autotune.worker.user.trainer_trial import TrainerTrial
 from autotune.worker.wrapping import around
 
-Answer = Callable[[LookAnswer], NoReturn]
+
+class Look(OwnTrial):
+    """A trial that ends with its first step, reports that step, and measures nothing."""
+
+    def __init__(self, workload: Workload, look: LookWork, *args: Any) -> None:
+        (candidate,) = look.candidates
+        effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
+        trial = TrialWork(candidate, look.devices, look.cap_bytes, effort, look.seed, look.unmodified)
+        super().__init__(workload, trial, *args)
+        self._look = look
+
+    def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
+        """End the process with the reason why no first step was seen."""
+        why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it made no update"
+        self._finish(LookAnswer(problem=why))
 
 
 # A Trainer
@@ -55,12 +69,8 @@ _IN_FLOAT32: Document = {
 }
 
 
-class TrainerLook(TrainerTrial):
-    """A trial that ends with its first step, reports that step, and measures nothing."""
-
-    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
-        super().__init__(*args)
-        self._look, self._answer = look, answer
+class TrainerLook(Look, TrainerTrial):
+    """A look at the first step of the user's own ``Trainer``."""
 
     @property
     def _wanted(self) -> Document:
@@ -88,7 +98,7 @@ class TrainerLook(TrainerTrial):
             trainer,
             self._candidate.samples_per_step,
             None if self._is_unmodified else applied_settings(self._candidate.arm),
-            lambda step: self._answer(LookAnswer((step,))),
+            lambda step: self._finish(LookAnswer((step,))),
             seed=self._look.seed,
             noise=self._look.noise,
             most_bytes=self._look.cap_bytes // 2,
@@ -98,12 +108,11 @@ class TrainerLook(TrainerTrial):
 # A loop
 
 
-class LoopLook(OwnTrial):
-    """A trial that ends at its first update."""
+class LoopLook(Look):
+    """A look at the first update of a loop."""
 
-    def __init__(self, look: LookWork, answer: Answer, *args: Any) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._answer = answer
         # What is computed is the same without a compiler, which would take its time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
@@ -120,10 +129,10 @@ class LoopLook(OwnTrial):
         asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps
         if step.micro_steps != asked:
             problem = f"its first update comes after {step.micro_steps} backward passes, not {asked}"
-            self._answer(LookAnswer(problem=problem))
+            self._finish(LookAnswer(problem=problem))
         dtypes = {dtype for _, dtype in self._checks.watch.autocasts} | self._checks.watch.inner_dtypes
         computed = [torch.finfo(found).eps / 2 for name in dtypes if (found := getattr(torch, name)).is_floating_point]
-        self._answer(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
+        self._finish(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
 
 
 class _FirstStep:
@@ -186,7 +195,7 @@ def run_own(
     assert source is not None
 
     def finish(answer: Any) -> NoReturn:
-        send("result", answer)
+        send("result", outcome_document(answer) if isinstance(work, TrialWork) else answer)
         leave(0)
 
     def finish_inspection(answer: InspectionAnswer) -> NoReturn:
@@ -195,32 +204,17 @@ def run_own(
             ranks.gather(True)
         finish(answer)
 
-    def finish_trial(outcome: Outcome) -> NoReturn:
-        finish(outcome_document(outcome))
-
-    def end_look(outcome: Outcome) -> NoReturn:
-        why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it made no update"
-        finish(LookAnswer(problem=why))
-
-    def end_rehearsal(outcome: Outcome) -> NoReturn:
-        end_by_outcome(rehearsal.parts, outcome, finish)
-
     is_trainer = source.framework == "trainer"
     match work:
         case RehearsalWork():
-            rehearses: type[TrainerRehearsal | LoopRehearsal] = TrainerRehearsal if is_trainer else LoopRehearsal
-            trial = trial_of(work)
-            rehearsal = rehearses(work, finish, workload, trial, scratch, lambda _: None, end_rehearsal, ranks)
-            rehearsal.run_and_end()
+            rehearsal = TrainerRehearsal if is_trainer else LoopRehearsal
+            rehearsal(workload, work, scratch, lambda _: None, finish, ranks).run_and_end()
         case LookWork():
-            (candidate,) = work.candidates
-            effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
-            trial = TrialWork(candidate, work.devices, work.cap_bytes, effort, work.seed, work.unmodified)
             look = TrainerLook if is_trainer else LoopLook
-            look(work, finish, workload, trial, scratch, lambda _: None, end_look, ranks).run_and_end()
+            look(workload, work, scratch, lambda _: None, finish, ranks).run_and_end()
         case TrialWork():
-            kind = TrainerTrial if is_trainer else OwnTrial
-            kind(workload, work, scratch, lambda told: send("progress", told), finish_trial, ranks).run_and_end()
+            trial = TrainerTrial if is_trainer else OwnTrial
+            trial(workload, work, scratch, lambda told: send("progress", told), finish, ranks).run_and_end()
     code = Code(source, work, scratch)
     if source.kind == "loop":
         inspect_loop(code, finish_inspection)
