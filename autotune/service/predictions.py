@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from autotune.core.arguments import check_arguments, json_value
+from autotune.core.arguments import json_value
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BY_NAME, options_of
-from autotune.engine.work import check_paths
 from autotune.execution.oneshot import NoAnswerError, OneShot, TooLateError
 from autotune.service.problems import error_of
-from autotune.service.requests import canonical, check_names, check_sizes
+from autotune.service.requests import canonical, read_options
 
 # What belongs to the terminal, or names a file of the caller's.
 _NOT_OVER_HTTP = frozenset(
@@ -119,15 +118,8 @@ class Predictions:
 
 def _read(command: Command, document: Any, data_folders: Sequence[Path]) -> Document:
     """Return the checked options of a request for a prediction, with defaults."""
-    if not isinstance(document, dict):
-        raise InvalidRequestError("a request is a JSON object", 'send {"model": "gpt2", "gpu": ["rtx-3090"]}')
     names = NAMES[command]
-    check_names(document, names, f"autotune {command}")
-    check_sizes(document)
-    given = check_arguments({name: value for name, value in document.items() if value is not None})
-    if given.get("model") is None:
-        raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
+    given = read_options(document, names, f"autotune {command}", data_folders)
     if command == "advise" and given.get("effective_batch") is None and given.get("effective_tokens") is None:
         raise InvalidRequestError("no effective batch was given", 'give "effective_batch": 64')
-    check_paths(given, data_folders)
     return {name: given.get(name, BY_NAME[name].default) for name in names}

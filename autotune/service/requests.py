@@ -13,7 +13,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -131,39 +131,51 @@ _MOST_LETTERS = 255
 
 @dataclass(frozen=True)
 class Submission:
-    """A search that may be queued."""
+    """A search or a verification that may be queued."""
 
     options: Document
-    """The options that were given, JSON-ready."""
-    needs: Needs
+    """The options that were given, JSON-ready; of a verification also the study, as ``VERIFIES``."""
     priority: int
+    needs: Needs = field(default_factory=Needs)
+    """What it needs of a machine; of a verification this follows from the study."""
 
 
 def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed = MappingProxyType({})) -> Submission:
     """Return a client's search request. Raises ``InvalidRequestError`` for an invalid or forbidden request."""
-    if not isinstance(document, dict):
-        raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
-    check_names(document, (*OPTION_NAMES, *_EXTRA), "a search")
-    given = {name: value for name, value in document.items() if name not in _EXTRA and value is not None}
-    check_sizes(given)
-    options = check_arguments(given)
+    options = read_options(document, OPTION_NAMES, "a search", data_folders, besides=_EXTRA)
     if options.get("code") is not None:
         listed(options["code"], codes)
         if options.get("model") is not None:
             raise InvalidRequestError(
                 "model and code cannot be combined: each names what to train", "leave one of them out"
             )
-    elif options.get("model") is None:
-        raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
     if options.get("study") is not None:
         check_study_name(options["study"])
         if str(options["study"]).startswith("verify "):
             raise InvalidRequestError("verifications are named so", "choose another name for the study")
-    check_paths(options, data_folders)
     needs = read_needs(document.get("needs"), options.pop("device", None), options.get("gpus"))
     # In one order, whatever the client's: the same request is then the same text in the database.
     ordered = {name: json_value(options[name]) for name in sorted(options)}
-    return Submission(ordered, needs, read_priority(document))
+    return Submission(ordered, read_priority(document), needs)
+
+
+def read_options(
+    document: Any, names: Sequence[str], what: str, data_folders: Sequence[Path], besides: Sequence[str] = ()
+) -> Document:
+    """Return the checked options in a request that names a training; options with ``null`` are left out.
+
+    Raises ``InvalidRequestError`` for invalid values, and for fields that are neither in ``names`` nor in ``besides``.
+    """
+    if not isinstance(document, dict):
+        raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
+    _check_names(document, (*names, *besides), what)
+    given = {name: value for name, value in document.items() if name not in besides and value is not None}
+    _check_sizes(given)
+    options = check_arguments(given)
+    if options.get("model") is None and options.get("code") is None:
+        raise InvalidRequestError("nothing to train was given", 'give "model": a catalog or hub name')
+    check_paths(options, data_folders)
+    return options
 
 
 def read_priority(document: Document) -> int:
@@ -176,7 +188,7 @@ def read_priority(document: Document) -> int:
     return priority
 
 
-def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+def _check_names(document: Mapping[str, Any], known: Sequence[str], what: str) -> None:
     """Raise ``InvalidRequestError`` for options that ``what`` does not have over HTTP."""
     for name in document:
         if name in BRINGS_CODE:
@@ -192,7 +204,7 @@ def check_names(document: Mapping[str, Any], known: Sequence[str], what: str) ->
             )
 
 
-def check_sizes(options: Mapping[str, Any]) -> None:
+def _check_sizes(options: Mapping[str, Any]) -> None:
     """Raise ``InvalidRequestError`` for option values that are too long or not printable."""
     for name, value in options.items():
         is_list = isinstance(value, list | tuple)
@@ -284,16 +296,7 @@ def choose_study(submission: Submission, is_taken: Callable[[str], bool]) -> str
     return next(name for name in names if not is_taken(name))
 
 
-@dataclass(frozen=True)
-class VerificationSubmission:
-    """A verification that may be queued."""
-
-    study: str
-    options: Document
-    priority: int
-
-
-def read_verification(document: Any) -> VerificationSubmission:
+def read_verification(document: Any) -> Submission:
     """Return a client's verification request. Raises ``InvalidRequestError`` for an invalid request."""
     if not isinstance(document, dict) or not isinstance(document.get("study"), str):
         raise InvalidRequestError("no study is named", 'send {"study": "bert-large-uncased-64"}')
@@ -305,7 +308,7 @@ def read_verification(document: Any) -> VerificationSubmission:
     if document.get("steps") is not None:
         options["steps"] = int(BY_NAME["steps"].kind.check("steps", document["steps"]))
         check_steps(options["steps"])
-    return VerificationSubmission(document["study"], options, read_priority(document))
+    return Submission(options, read_priority(document))
 
 
 def needs_of_study(environment: Document) -> Needs:

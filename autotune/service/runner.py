@@ -170,9 +170,9 @@ class Runner:
         A waiting job on several devices reserves them: otherwise later jobs would delay it for ever.
         """
         for host in self.engine.hosts():
-            for alike in _groups_of_equal_devices(host.devices):
+            for offer, alike in offers_of(host):
                 free = [device for device in alike if self.job_on(host.name, device.uuid) is None]
-                job = self.store.queue.next_for(offer_of(alike)) if free else None
+                job = self.store.queue.next_for(offer) if free else None
                 if job is not None and job.needs.count <= len(free):
                     self._start(job, host, free[: job.needs.count])
                     return True
@@ -381,28 +381,17 @@ def _log_fields(job: JobRecord, **more: object) -> Document:
     return {"search": job.id, "study": job.study, "attempt": job.attempts, **more}
 
 
-def _groups_of_equal_devices(devices: Sequence[Device]) -> list[list[Device]]:
-    """Return devices grouped by kind, name and memory."""
+def offers_of(host: Host) -> list[tuple[Offer, list[Device]]]:
+    """Return the queue's offers of a machine: one for devices of equal kind, name and memory, with these devices."""
     groups: dict[tuple[str, str, int], list[Device]] = {}
-    for device in devices:
+    for device in host.devices:
         groups.setdefault((device.kind, device.name, device.memory_total_bytes), []).append(device)
-    return list(groups.values())
-
-
-def offer_of(alike: Sequence[Device]) -> Offer:
-    """Return the queue's offer for devices that are equal in kind, name and memory."""
-    first = alike[0]
-    return Offer(first.kind, first.name, first.memory_total_bytes, len(alike))
-
-
-def offers_of(hosts: Sequence[Host]) -> list[tuple[Offer, Device]]:
-    """Return the offers of the machines, with an example device each."""
-    return [(offer_of(alike), alike[0]) for host in hosts for alike in _groups_of_equal_devices(host.devices)]
+    return [(Offer(*about, len(alike)), alike) for about, alike in groups.items()]
 
 
 def unmet(needs: Needs, hosts: Sequence[Host]) -> str | None:
     """Return why no device meets these needs; ``None`` where one does."""
-    offers = [offer for offer, _ in offers_of(hosts)]
+    offers = [offer for host in hosts for offer, _ in offers_of(host)]
     if not offers:
         return "no device is ready to search"
     if any(offer.meets(needs) for offer in offers):

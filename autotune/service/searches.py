@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,6 @@ from autotune.service.requests import (
     VERIFIES,
     Listed,
     Submission,
-    VerificationSubmission,
     canonical,
     check_against,
     choose_study,
@@ -39,7 +38,7 @@ from autotune.service.requests import (
     read_verification,
 )
 from autotune.service.runner import Runner, offers_of, unmet
-from autotune.store.queue import ENDED, JobRecord, Needs, TokenRecord
+from autotune.store.queue import ENDED, JobRecord, TokenRecord
 from autotune.store.repository import Store
 from autotune.tuning.run import log_folder
 from autotune.verify.target import verifiable_export
@@ -94,11 +93,11 @@ class Searches:
             known = self._earlier_answer(submission)
         elif (known := self.store.queue.job_with_key(idempotency_key)) is not None:
             # It was accepted before, whatever is full or missing by now.
-            _check_same(known, submission.options, submission.needs, idempotency_key)
+            _check_same(known, submission, idempotency_key)
         if known is not None:
             return known, False
-        offers = offers_of(self.engine.hosts())
-        fitting = [device for offer, device in offers if offer.meets(submission.needs)]
+        offers = [each for host in self.engine.hosts() for each in offers_of(host)]
+        fitting = [alike[0] for offer, alike in offers if offer.meets(submission.needs)]
         check_against(submission, fitting, self.codes)
         self._check_queue_length()
         with self._naming:
@@ -113,42 +112,36 @@ class Searches:
                     "use another --study, or ask an admin",
                     status=403,
                 )
-            job, is_new = self._add(study, submission, submission.needs, by.name, idempotency_key)
-        if is_new:
-            _note("search submitted", search=job.id, study=job.study, by=by.name, priority=job.priority)
-        else:
-            _check_same(job, submission.options, submission.needs, idempotency_key)
-        return job, is_new
+            return self._add(study, submission, by.name, idempotency_key)
 
     def submit_verification(
         self, document: Any, *, by: str, idempotency_key: str | None = None
     ) -> tuple[JobRecord, bool]:
         """Queue a verification of a study by a stock Trainer; return its job and whether it is new."""
         submission = read_verification(document)
-        report = load_report(self.store, submission.study)
+        study = submission.options[VERIFIES]
+        report = load_report(self.store, study)
         verifiable_export(report)
         self._check_queue_length()
-        needs = needs_of_study(report.environment)
-        job, is_new = self._add(f"verify {submission.study}", submission, needs, by, idempotency_key)
-        if not is_new:
-            _check_same(job, submission.options, job.needs, idempotency_key)
-        else:
-            _note("verification submitted", search=job.id, study=submission.study, by=by)
-        return job, is_new
+        submission = replace(submission, needs=needs_of_study(report.environment))
+        return self._add(f"verify {study}", submission, by, idempotency_key)
 
-    def _add(
-        self, study: str, submission: Submission | VerificationSubmission, needs: Needs, by: str, key: str | None
-    ) -> tuple[JobRecord, bool]:
-        """Add a job to the queue; return it and whether it is new."""
+    def _add(self, study: str, submission: Submission, by: str, key: str | None) -> tuple[JobRecord, bool]:
+        """Add a job to the queue; return it and whether it is new. A known ``key`` must be of the same request."""
+        options, priority = submission.options, submission.priority
         job, is_new = self.store.queue.submit(
-            study, submission.options, needs, priority=submission.priority, submitted_by=by, idempotency_key=key
+            study, options, submission.needs, priority=priority, submitted_by=by, idempotency_key=key
         )
-        if is_new:
-            # What was accepted is not lost, whatever happens.
-            self.store.sync()
-            self.changes.notify(job.id)
-            self.runner.wake()
-        return job, is_new
+        if not is_new:
+            _check_same(job, submission, key)
+            return job, False
+        # What was accepted is not lost, whatever happens.
+        self.store.sync()
+        self.changes.notify(job.id)
+        self.runner.wake()
+        kind = "verification" if VERIFIES in options else "search"
+        _note(f"{kind} submitted", search=job.id, study=options.get(VERIFIES, study), by=by, priority=priority)
+        return job, True
 
     def _check_queue_length(self) -> None:
         if self.store.queue.count_queued() >= MOST_QUEUED:
@@ -326,9 +319,11 @@ def check_may_change(token: TokenRecord, job: JobRecord) -> None:
         )
 
 
-def _check_same(job: JobRecord, options: Document, needs: Needs, key: str | None) -> None:
+def _check_same(job: JobRecord, submission: Submission, key: str | None) -> None:
     """Raise ``InvalidRequestError`` where an idempotency key belongs to another request."""
-    if canonical(job.request) != canonical(options) or job.needs != needs:
+    # A study may go on elsewhere, and its verification then needs another device.
+    has_other_needs = job.needs != submission.needs and VERIFIES not in submission.options
+    if canonical(job.request) != canonical(submission.options) or has_other_needs:
         raise InvalidRequestError(
             f"the Idempotency-Key {key!r:.80} was used with another request", "use a new key for it"
         )
