@@ -153,7 +153,10 @@ def test_vllm_leaves_memory_for_training() -> None:
     told = note_on_engine(given, with_engine(0.1).model)
     assert told.startswith("vLLM takes 13.9 GiB of cuda:0 in the process of each trial")
     # What is measured has it in it, so that nothing is taken off.
-    assert prepare(given, with_engine(0.1)).ceiling == prepare(given, facts(own=OwnSettings(Arm(optim="adamw_torch"), 4))).ceiling
+    assert (
+        prepare(given, with_engine(0.1)).ceiling
+        == prepare(given, facts(own=OwnSettings(Arm(optim="adamw_torch"), 4))).ceiling
+    )
 
 
 class TestSamples:
