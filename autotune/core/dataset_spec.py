@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autotune.core.errors import StorageError
-from autotune.core.schema import decode
+from autotune.core.schema import decode, encode
 from autotune.core.units import in_one_line
 
 DataKind = Literal["json", "csv", "parquet", "arrow", "text", "imagefolder", "saved", "hub"]
@@ -100,10 +99,6 @@ class DataSpec:
     facts: DataFacts | None = None
     """``None`` until the dataset was read."""
 
-    def document(self) -> dict[str, Any]:
-        """Return the specification as JSON-ready data."""
-        return dataclasses.asdict(self)
-
     def place(self) -> dict[str, Any]:
         """Return the paths or names of dataset and tokenizer. Equal data may have other paths in other studies."""
         return {"source": self.source, "tokenizer": self.tokenizer}
@@ -112,7 +107,7 @@ class DataSpec:
         """Return the fields that decide what the batches are: all but paths and the facts derived from the data."""
         # Packing is left out where there is none, as in studies from before it.
         left_out = {*self.place(), "facts", *(() if self.packing else ("packing",))}
-        return {name: value for name, value in self.document().items() if name not in left_out}
+        return {name: value for name, value in encode(self).items() if name not in left_out}
 
     def padded(self, tokens: int, seq_len: int) -> int:
         """Return the padded length of a sample in a batch whose longest sample has ``tokens``."""

@@ -26,6 +26,7 @@ from autotune.core.ceiling import Ceiling, Headroom
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import Objective
 from autotune.core.outcome import Completed, Outcome, OutOfMemory
+from autotune.core.schema import encode
 from autotune.core.units import GIB
 from autotune.results.dashboard import DashboardStorage, dashboard_server, serve
 from autotune.results.optuna_trials import TRIAL_ID_ATTRIBUTE
@@ -40,7 +41,7 @@ CEILING = Ceiling(None, 23 * GIB, GIB, Headroom(0.0))
 def new_study(store: Store, name: str, objective: Objective = "throughput") -> StudyRecord:
     """Records a study as a search does when it begins."""
     workload, environment = store.intern_workload({}, "workload"), store.intern_environment({}, "environment")
-    study = StudyRecord(name, workload, environment, {"objective": objective}, CEILING.document(), "0.1.0")
+    study = StudyRecord(name, workload, environment, {"objective": objective}, encode(CEILING), "0.1.0")
     store.create_study(study)
     return study
 

@@ -23,15 +23,9 @@ LEAN = dataclasses.replace(DDP, ddp_find_unused_parameters=False, ddp_broadcast_
 COMPILED, PINNED = dataclasses.replace(BF16, torch_compile=True), dataclasses.replace(BF16, cpu_affinity=True)
 GRAPHED = dataclasses.replace(BF16, cuda_graphs=True, unpadded=True)
 LENGTHS = Lengths(30, 110, 120, 122, 100.0, 0.0, 0.0, (1,))
-TEXTS = DataSpec("/data/texts.jsonl", "json", "0", facts=DataFacts(118, lengths=LENGTHS)).document()
-PACKED = DataSpec(
-    "/data/texts.jsonl",
-    "json",
-    "0",
-    tokenizer="t",
-    packing=True,
-    facts=DataFacts(36, lengths=LENGTHS, packed=Packed(601, LENGTHS)),
-).document()
+TEXTS = encode(DataSpec("/data/texts.jsonl", "json", "0", facts=DataFacts(118, lengths=LENGTHS)))
+_ROWS = DataFacts(36, lengths=LENGTHS, packed=Packed(601, LENGTHS))
+PACKED = encode(DataSpec("/data/texts.jsonl", "json", "0", tokenizer="t", packing=True, facts=_ROWS))
 
 
 def of(made: Report, study: dict[str, Any] | None = None, **workload: Any) -> Report:

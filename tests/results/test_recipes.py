@@ -18,6 +18,7 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.results.forms import Recipe
 from autotune.results.recipes import exported_text
@@ -125,7 +126,7 @@ def test_a_model_card_says_the_settings_the_speed_and_the_machine() -> None:
 
 def test_a_model_card_counts_all_devices_and_packed_rows() -> None:
     made = report("plain", padding_free=True)
-    data = DataSpec("/data/texts.jsonl", "json", "0", tokenizer="t", packing=True, facts=DataFacts(36)).document()
+    data = encode(DataSpec("/data/texts.jsonl", "json", "0", tokenizer="t", packing=True, facts=DataFacts(36)))
     on_four = dataclasses.replace(made.study, request={"world_size": 4})
     text, _ = exported_text(
         dataclasses.replace(made, study=on_four, workload={**made.workload, "data": data}), "model-card"

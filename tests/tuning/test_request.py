@@ -20,6 +20,7 @@ from autotune.core.dataset_spec import DataFacts, DataSpec, Lengths
 from autotune.core.errors import InvalidRequestError
 from autotune.core.options import OPTIONS
 from autotune.core.outcome import Effort
+from autotune.core.schema import encode
 from autotune.core.workload import Workload
 from autotune.tuning.allowed import check_request
 from autotune.tuning.options import build_workload, in_usual_dtype, request_of, with_effective_batch
@@ -208,7 +209,7 @@ class TestDifferences:
 
     def test_what_one_side_lacks_is_one(self) -> None:
         assert differences({"a": 1}, {}) == ["a: 1, now not given"]
-        data = DataSpec("/data/texts.jsonl", "json", "0", facts=DataFacts(8)).document()
+        data = encode(DataSpec("/data/texts.jsonl", "json", "0", facts=DataFacts(8)))
         assert differences({"data": data}, {"data": None}) == ["data: texts.jsonl, now not given"]
         assert differences({"lora_options": None}, {"lora_options": {"r": 8}}) == ["lora_options: not given, now given"]
         assert differences({}, {"a": None}) == []
