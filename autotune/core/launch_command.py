@@ -13,7 +13,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,9 +143,6 @@ class CommandLine:
         return InvalidRequestError(f"{self.command[:80]!r} {why}", hint)
 
 
-_TakeOff = Callable[[list[str], CommandLine], list[str]]
-"""Returns what a launcher runs, given the words after its name; raises ``InvalidRequestError`` where it is refused."""
-
 # Words of torchrun for as many processes as there are GPUs.
 _AS_MANY_AS_GPUS = ("gpu", "auto")
 
@@ -167,7 +164,7 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
         name = _command_of(left)
         if name is None:
             break
-        left = _TAKE_OFF[name](left[2:] if left[0] == "-m" else left[1:], launch)
+        left = _without_launcher(name, left[2:] if left[0] == "-m" else left[1:], launch)
     launch.words, launch.variables = tuple(left), tuple(sorted(launch.variables))
     return launch
 
@@ -233,10 +230,10 @@ def _command_of(words: Sequence[str]) -> str | None:
     name = Path(words[0]).name
     # A user's file may bear the name of a launcher.
     is_own_file = name.endswith(".py") or (name == words[0] and os.path.isfile(name))
-    return name if name in _TAKE_OFF and not is_own_file else None
+    return name if name in _LAUNCHERS and not is_own_file else None
 
 
-def _take_off_torchrun(words: list[str], launch: CommandLine) -> list[str]:
+def _without_torchrun(words: list[str], launch: CommandLine) -> list[str]:
     """Return the words after ``torchrun`` and its options, having checked its numbers of hosts and processes."""
     given, left = _split_launcher_options(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
     if "nnodes" in given:
@@ -247,14 +244,7 @@ def _take_off_torchrun(words: list[str], launch: CommandLine) -> list[str]:
     return left
 
 
-def _take_off_accelerate(words: list[str], launch: CommandLine) -> list[str]:
-    """Return the words after ``accelerate launch`` and its options. Refuse other commands of accelerate."""
-    if words[:1] != ["launch"]:
-        raise launch.error("starts no training", "give the script and its own options: -- python train.py …")
-    return _take_off_accelerate_launch(words[1:], launch)
-
-
-def _take_off_accelerate_launch(words: list[str], launch: CommandLine) -> list[str]:
+def _without_accelerate_launch(words: list[str], launch: CommandLine) -> list[str]:
     """Return the words after the options of ``accelerate launch``, having checked options and configuration file."""
     flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
     given, left = _split_launcher_options(words, _ACCELERATE_OPTIONS, flags, launch)
@@ -312,7 +302,7 @@ class _Tool:
     variable: str | None = None
     """Environment variable with the number of processes; ``None`` where there is none."""
 
-    def take_off(self, words: list[str], launch: CommandLine) -> list[str]:
+    def module_command(self, words: list[str], launch: CommandLine) -> list[str]:
         """Return ``-m``, the module that this command starts, and the module's options."""
         if not words or words[0].startswith("-") or (self.trains and words[0] not in self.trains):
             example = self.module.format(self.trains[0] if self.trains else "sft")
@@ -348,33 +338,6 @@ _TOOLS = {
 }
 
 
-def _refuse_environment(words: list[str], launch: CommandLine) -> list[str]:
-    """Raise the error for launchers such as ``uv run``, which should start autotune instead."""
-    name = Path(launch.command.split()[0]).name
-    rest = words[1:] if words[:1] == ["run"] else words
-    shown = _python_command([] if rest and rest[0].startswith("-") else rest)
-    raise launch.error(
-        "starts another process, which cannot be measured from within",
-        f"have {name} start autotune itself: {name} run autotune search … -- {shown}",
-    )
-
-
-def _refuse_shell(words: list[str], launch: CommandLine) -> list[str]:
-    raise launch.error(
-        "is run by a shell, which starts other processes that cannot be measured from within",
-        "give the line with python that it contains: -- python train.py …",
-    )
-
-
-def _refuse_as(what: str) -> _TakeOff:
-    """Return a function that refuses a launcher with the reason ``what``."""
-
-    def refuse(words: list[str], launch: CommandLine) -> list[str]:
-        raise launch.not_measurable_error(what, _words_from_python(words))
-
-    return refuse
-
-
 def _words_from_python(words: Sequence[str]) -> list[str]:
     """Return the words from the first Python interpreter or Python script on."""
     return list(
@@ -382,16 +345,41 @@ def _words_from_python(words: Sequence[str]) -> list[str]:
     )
 
 
-_TAKE_OFF: dict[str, _TakeOff] = {
-    "torchrun": _take_off_torchrun,
-    "accelerate": _take_off_accelerate,
-    "accelerate-launch": _take_off_accelerate_launch,
-    "deepspeed": _refuse_as("starts a process for each GPU"),
-    **{name: tool.take_off for name, tool in _TOOLS.items()},
-    **dict.fromkeys(_ENVIRONMENT_RUNNERS, _refuse_environment),
-    **dict.fromkeys(_SHELLS, _refuse_shell),
-    **dict.fromkeys(_WRAPPERS, _refuse_as("starts another process")),
-}
+# Every command that is taken off a command line, or refused.
+_LAUNCHERS = frozenset({
+    "torchrun", "accelerate", "accelerate-launch", "deepspeed", *_TOOLS, *_ENVIRONMENT_RUNNERS, *_SHELLS, *_WRAPPERS,
+})  # fmt: skip
+
+
+def _without_launcher(name: str, words: list[str], launch: CommandLine) -> list[str]:
+    """Return the command that a launcher runs, from the words after the launcher's name.
+
+    Raises ``InvalidRequestError`` for a launcher whose processes cannot be measured from within.
+    """
+    if name == "torchrun":
+        return _without_torchrun(words, launch)
+    if name == "accelerate-launch":
+        return _without_accelerate_launch(words, launch)
+    if name == "accelerate":
+        if words[:1] != ["launch"]:
+            raise launch.error("starts no training", "give the script and its own options: -- python train.py …")
+        return _without_accelerate_launch(words[1:], launch)
+    if name in _TOOLS:
+        return _TOOLS[name].module_command(words, launch)
+    if name in _SHELLS:
+        raise launch.error(
+            "is run by a shell, which starts other processes that cannot be measured from within",
+            "give the line with python that it contains: -- python train.py …",
+        )
+    if name in _ENVIRONMENT_RUNNERS:
+        rest = words[1:] if words[:1] == ["run"] else words
+        shown = _python_command([] if rest and rest[0].startswith("-") else rest)
+        raise launch.error(
+            "starts another process, which cannot be measured from within",
+            f"have {name} start autotune itself: {name} run autotune search … -- {shown}",
+        )
+    why = "starts a process for each GPU" if name == "deepspeed" else "starts another process"
+    raise launch.not_measurable_error(why, _words_from_python(words))
 
 
 def _split_launcher_options(
