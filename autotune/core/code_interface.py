@@ -18,7 +18,7 @@ PROTECTED: dict[ProtectionKind, str] = {
     "landlock": "your files are read-only for your code: no layer can be laid over them here (Landlock)",
     "none": "your files are not protected: your code writes, renames and deletes in every trial as it would by itself",
 }
-"""What is told of each before a search."""
+"""The note on each kind of protection that is printed before a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Protection:
 
 @dataclass(frozen=True, slots=True)
 class FoundProtection:
-    """What this machine offers, and why nothing better."""
+    """The best protection of files that this machine offers, and why there is no better one."""
 
     kind: ProtectionKind
     why_not_better: str = ""
@@ -44,7 +44,7 @@ with."""
 MadeFrom = Literal["flags", "file", "code"]
 """Where a script's ``TrainingArguments`` come from."""
 SETTINGS = ("batch", "accumulation", "precision", "checkpointing")
-"""What of a candidate code other than a Trainer's may take."""
+"""The settings of a candidate that code without a ``Trainer`` may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ class HowItSteps:
     passes: int = 1
     """Backward passes of a micro-step."""
     passes_once: int = 0
-    """As many more for each step, such as that of a loss of the whole batch whose gradients are then passed on."""
+    """Further backward passes of each whole step, such as that of a loss over the whole batch."""
     site: Site | None = None
     """``None`` where it is not known where samples go in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """What a command line with placeholders decides itself; ``None`` for what it is told."""
+    """The numbers that a command line with placeholders sets itself; ``None`` for those that a placeholder sets."""
 
     batch: int | None = None
     accumulation: int | None = None
@@ -93,7 +93,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class CodeInterface:
-    """How code takes its settings; of code that was not looked at, a Trainer that takes them all as flags."""
+    """How code takes its settings. The defaults stand for a script with a Trainer that takes all of them as flags."""
 
     kind: Framework = "trainer"
     searched: tuple[str, ...] = SETTINGS
@@ -101,11 +101,11 @@ class CodeInterface:
     made_from: MadeFrom = "flags"
     """Where a script's ``TrainingArguments`` come from."""
     place: str | None = None
-    """The name of that file, or the line of the code."""
+    """The name of the file, or the line of code, that the arguments come from."""
     loader_key: str | None = None
     """The line that makes the training ``DataLoader``, and which of those made there: ``/home/me/train.py:12#0``."""
     loader: str | None = None
-    """That line for a person."""
+    """The same line in words for messages."""
     loader_workers: int = 0
     loader_prefetch: int | None = None
     loader_batch: int | None = None
@@ -117,26 +117,26 @@ class CodeInterface:
     accelerator: str = ""
     """The file and line that makes the ``Accelerator``."""
     passed: tuple[str, ...] = ()
-    """Settings that the script passes to it, so that ``accelerate launch`` does not decide them."""
+    """Settings that the script passes to its ``Accelerator``, so that ``accelerate launch`` does not decide them."""
     flags: dict[str, str] = field(default_factory=dict)
     """Options of the script's own parser, by what they decide: one of ``SETTINGS``, or ``workers``."""
     samples: int | None = None
-    """Those of an epoch; ``None`` where that is not known."""
+    """Samples of an epoch; ``None`` where their number is not known."""
     lengths: SampleLengths | None = None
-    """Of the training samples; ``None`` where they were not looked at, as of code whose samples are no text."""
+    """Lengths of the training samples; ``None`` where they were not looked at, or the samples are no text."""
     fixed: Fixed = Fixed()
     precisions: tuple[Precision, ...] = ()
-    """Those that a placeholder says the script's names of; none where it says no names."""
+    """Precisions for which a placeholder gives the script's own names; empty where it gives no names."""
     casts_weights: bool = False
     """Whether the weights of a script with placeholders have another dtype with another precision."""
     sample_tokens: int | None = None
-    """Tokens of a sample, where a placeholder asks for a total of them."""
+    """Tokens of a sample, where a placeholder stands for the tokens of a step."""
     steps: HowItSteps = HowItSteps()
-    """Of a script with placeholders."""
+    """How a script with placeholders makes its steps."""
     compiles: bool = False
     """Whether a script with placeholders calls ``torch.compile``: each of its trials then compiles."""
     has_own_settings: bool = True
-    """Whether it trains without being told anything."""
+    """Whether it trains with settings of its own where none are given."""
     batch_matters: str | None = None
     """Why n batches of one sample train otherwise than one batch of n; ``None`` where nothing shows that they do."""
     memory_unknown: str | None = None

@@ -77,7 +77,7 @@ class ModelFacts:
     """Weights that ``--quantize`` leaves as they are, since the experts of a mixture have them in one tensor, and
     bitsandbytes quantizes linear layers; 0 without ``--quantize``."""
     after_step: AfterStep = field(default_factory=AfterStep)
-    """Looked at only for several ranks."""
+    """Inspected only where several ranks train."""
     own: OwnSettings | None = None
     """``None`` for a loop, which is given its settings."""
     interface: CodeInterface = field(default_factory=CodeInterface)

@@ -100,7 +100,7 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """What the micro-batches of a run are."""
+    """Numbers and sizes of the micro-batches of a run."""
 
     steps: int
     new: int
@@ -108,18 +108,18 @@ class Shapes:
     mean_tokens: float
     """Tokens of a micro-batch, padding included."""
     longest_tokens: int
-    """Those of the largest."""
+    """Tokens of the largest micro-batch."""
     padding: float
     """Share of the tokens that is padding."""
     new_in_steps: tuple[tuple[int, int], ...] = ()
-    """The new ones among so many first steps: numbers of steps, ascending, each with that of the new shapes."""
+    """Pairs of a number of first steps, ascending, and the number of new shapes in these steps."""
     seen: dict[int, int] = field(default_factory=dict)
     """Padded lengths, or lengths of rows, with the number of micro-batches that have each, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """The run that a trial's speed is promised for; ``None`` for what is not known of it."""
+    """The run that a trial's speed is promised for. Fields that are not known of it are ``None``."""
 
     steps: int | None = None
     """Its optimizer steps."""
@@ -128,7 +128,7 @@ class PlannedRun:
     new_shapes: int | None = None
     """See ``Shapes.new``."""
     epoch_shapes: int | None = None
-    """Those of its first epoch."""
+    """New shapes of its first epoch."""
     new_in_steps: tuple[tuple[int, int], ...] = ()
     """See ``Shapes``."""
     step_tokens: float | None = None

@@ -84,7 +84,7 @@ class Measurement:
     """Time of a validation, or of samples that are made, within the loop; no other figure includes it, but the peaks.
     ``None`` where none was seen."""
     evaluates_every: int | None = None
-    """Steps from one of them to the next; ``None`` where fewer than two were seen, or not as many steps apart."""
+    """Steps from one evaluation to the next; ``None`` where fewer than two were seen, or the distances differ."""
     growth_bytes: int | None = None
     """Bytes by which the memory that is held after a step still grew with each as the trial ended; ``None`` where it
     did not."""
@@ -128,9 +128,9 @@ class Measurement:
     """Micro-steps of the run with a shape that is new to a process, by the lengths of the samples; ``None`` where these
     are not known."""
     epoch_shapes: int | None = None
-    """Those of its first epoch."""
+    """New shapes of the first epoch; see ``run_shapes``."""
     new_shapes_in_steps: tuple[tuple[int, int], ...] = ()
-    """Numbers of first steps of the run, each with that of the shapes that are new in them."""
+    """Pairs of a number of first steps of the run and the number of new shapes in these steps."""
     run_steps: int | None = None
     """Optimizer steps of the run that ``samples_per_second`` is of: an epoch, or what the training asks for."""
     run_epochs: float | None = None

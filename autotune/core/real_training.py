@@ -97,10 +97,10 @@ class Promise:
 
     samples_per_second: float
     low: float
-    """Of the 95 % interval of a run's samples a second."""
+    """Lower end of the 95 % interval of a run's samples a second."""
     high: float
     line_bytes: int
-    """What the device's reserved memory should stay below."""
+    """Bytes below which the device's reserved memory should stay."""
     tokens_per_sample: float | None = None
     utilization: float | None = None
     """Share of the GPU's rated arithmetic at that speed; ``None`` where it is not known."""
@@ -112,11 +112,11 @@ class Promise:
 
 @dataclass(frozen=True, slots=True)
 class WatchedRun:
-    """What was seen of a training with a winner."""
+    """The speed of a training with a winner, and whether the promise was kept."""
 
     ended_at: str
     steps: int
-    """Those that were timed."""
+    """Timed optimizer steps."""
     samples_per_second: float
     promised_low: float
     kept: bool

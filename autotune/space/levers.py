@@ -37,7 +37,7 @@ counts.
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What decides whether a training can have a lever."""
+    """The facts about a training that decide which levers it can have."""
 
     device_kind: str
     ranks: int
@@ -100,10 +100,10 @@ Obstacle = tuple[Callable[[Training], bool], str]
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What a lever is expected to do before this search has measured it."""
+    """The expected effect of a lever before this search has measured it."""
 
     called: str
-    """What it is called where a search tells of it."""
+    """The name of the lever in the messages of a search."""
     source: str
     """Where the figures come from."""
     host: float = 1.0
@@ -168,7 +168,7 @@ class Lever:
     stands_in_for: str | None = None
     """Another setting that does the same better, so that this one is only tried where that cannot be had."""
     is_resort: bool = False
-    """Whether every arm is tried with it where none fits without, before anything else is given up."""
+    """Whether all arms are tried with it where no arm fits without it."""
     is_optunas: bool = False
     """Whether it is a parameter in Optuna's study also where a search leaves it at one value."""
 
@@ -200,10 +200,12 @@ def _checkpointed(arm: Arm) -> float:
 
 
 def _without_trainer(words: str) -> Obstacle:
+    """Return the obstacle, with this reason, of a training without a transformers ``Trainer``."""
     return lambda t: not t.has_trainer, words
 
 
 def _without_gpu(lacks: str) -> Obstacle:
+    """Return the obstacle of a training that is not on a GPU, from what other devices lack."""
     return lambda t: t.device_kind != "cuda", f"{{0.device_kind}} has no {lacks}"
 
 

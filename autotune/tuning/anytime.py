@@ -32,7 +32,9 @@ _LEAST_LIMIT_SECONDS, _LIMIT_TIMES = 60.0, 3.0
 _MOST_ROOTS = 8
 """Levers are considered on so many of the fastest candidates. A choice."""
 _SURELY, _PERHAPS = 0.9, 0.3
-"""Probabilities to be broken from which on a lever is tried no more, and another in its place. Choices."""
+"""Probabilities that a lever is broken: from the first on it is left out, from the second on another may stand in.
+
+Both are choices."""
 _ALONG = frozenset(("unpadded", "non_blocking"))
 """Levers that others are tried with, and that are not named beside them."""
 _GRAPHS, _FEWER_LAYERS, _EXPANDABLE = "cuda_graphs", "checkpointed_layers", "expandable_segments"
@@ -48,16 +50,16 @@ class Idea:
     gain: float
     """The most by which it may be faster than the best so far, as a factor: the upper end of what is expected."""
     seconds: float
-    """What its trial is expected to take."""
+    """Expected seconds of its trial."""
 
     @property
     def limit_seconds(self) -> float:
-        """How long its trial may take: a compiler that hangs is ended."""
+        """Time limit of its trial, which ends a compiler that hangs."""
         return _LEAST_LIMIT_SECONDS + _LIMIT_TIMES * self.seconds
 
     @property
     def name(self) -> str:
-        """What the candidate has that its root has not, in words."""
+        """The levers, batch or checkpointing by which the candidate differs from its root, in words."""
         one, arm, before = self.candidate, self.candidate.arm, self.root.arm
         new = {name for name in PRIORS if getattr(arm, name) != getattr(before, name)} & levers_of(arm, PRIORS)
         wholes = {BY_NAME[name].part_of for name in new}
@@ -273,9 +275,9 @@ def _failing(history: History) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def gain_given(idea: Idea, history: History, among: Collection[Candidate]) -> float | None:
-    """Return what an idea gave, as a factor; ``None`` where its trial has no speed.
+    """Return the speed-up of an idea, as a factor; ``None`` where its trial has no speed.
 
-    That is its speed over that of its root, or over the best of ``among`` where the root left too little memory.
+    That is its speed over the speed of its root, or over the best of ``among`` where the root left too little memory.
     """
     one, root = (next(reversed(history.outcomes_of(c)), None) for c in (idea.candidate, idea.root))
     if one is None or one.measurement is None or root is None or root.measurement is None:

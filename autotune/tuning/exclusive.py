@@ -26,9 +26,9 @@ _POLL_SECONDS = 0.5
 
 Note = Callable[[str], None]
 Wait = Callable[[str | None], object]
-"""Is told what is waited for, and ``None`` once that is over."""
+"""Called with the reason for a wait in words, and with ``None`` at the end of the wait."""
 MakeNames = Callable[[], Iterator[str]]
-"""Makes up names without end, the best first."""
+"""Returns an endless iterator of study names, the best first."""
 
 
 def waits_with(note: Note) -> Wait:
@@ -38,7 +38,7 @@ def waits_with(note: Note) -> Wait:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Devices and a study that no other search of this machine has at the same time."""
+    """The study that a search has locked together with its devices."""
 
     study: str
     """The name of the study."""
@@ -155,7 +155,7 @@ def _study_lock(study: str, database: str) -> Lock:
 
 
 def _wait_for(take: Callable[[], Holder | Lease | None], what: str, wait: Wait) -> bool:
-    """Take something, if need be after the search that holds it. Return whether one held it."""
+    """Call ``take`` until no other search is the holder. Return whether another search had to end first."""
     has_waited = False
     while (holder := take()) is not None:
         if not has_waited:

@@ -74,7 +74,7 @@ def _without_numbers(failed: Failed) -> str:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Is told what happens during a search, and does not influence it."""
+    """Receives the events of a search, which it does not influence."""
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
         """Handle the start of a search, before its first trial."""
@@ -208,7 +208,7 @@ class Search:
         self._look_ahead = LookAhead(self._forecast, self._plan, self._prepared)
 
     def _learn_from_elsewhere(self, study: StudyRecord) -> None:
-        """Learn from trials on other machines of this kind, to check predictions and to order the first trials."""
+        """Use trials on other machines of this kind to check predictions and to order the first trials."""
         is_alike: dict[str, bool] = {}
         for past in self._store.past_trials(study, elsewhere=True):
             trial, ceiling = past.trial, decode(past.ceiling, Ceiling)

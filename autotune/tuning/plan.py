@@ -82,7 +82,7 @@ class Plan:
         self._spent_seconds = spent_seconds
         self._started = clock()
         self._known: object = None
-        """What the proposals rest on."""
+        """Number of trials, version of the memory model and running trials, from which ``_proposed`` follows."""
         self._proposed: dict[str, Any] = {}
         self._has_begun = False
         self.anytime = Anytime(prepared.space)
@@ -156,7 +156,7 @@ class Plan:
             self.take(trial)
 
     def told_of_lever(self, trial: TrialRecord) -> str | None:
-        """Return what a lever gave in a trial that has ended, in words; ``None`` if it tried none, or is run again."""
+        """Return the gain of a lever in an ended trial, in words; ``None`` without a lever, and before a repetition."""
         idea = self._idea
         if idea is None or idea.candidate != trial.candidate or self._again.owed:
             # The trial that is owed repeats this one.
@@ -315,7 +315,7 @@ class Plan:
         return None if policy is None else self._once_known("candidate", lambda: policy.next(self.history))
 
     def _once_known(self, what: str, propose: Callable[[], T]) -> T:
-        """Return what ``propose`` returns; it is asked again once a trial or a prediction has come."""
+        """Return the result of ``propose``, which is called again once there is a new trial or prediction."""
         memory = self.history.memory
         known = len(self.history.tried), memory.version if memory is not None else 0, frozenset(self.pending)
         if known != self._known:

@@ -147,7 +147,7 @@ def run_search(
 
 @dataclass(frozen=True)
 class Place:
-    """Where trials run on this machine."""
+    """The trial servers of a search on this machine, and what makes its executor."""
 
     servers: Sequence[TrialServer]
     make_executor: Callable[[int, Interruption], Executor]
@@ -222,7 +222,7 @@ def _prepare_and_search(
 
 
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
-    """Return what a process with torch finds out about machine and model. Own code runs up to its training."""
+    """Return the facts about machine and model from a process with torch. Own code runs up to its training."""
     from autotune.tuning.forecast import arms_to_trace
     from autotune.tuning.own_code import note_on_engine, notes_on_lengths
 
