@@ -50,8 +50,8 @@ from autotune.worker.user.trainer_trial import TrainerTrial, prevent_side_action
 # Fewest and most steps before the parts; memory growth is computed over them. The optimizer has its state after two.
 # Choices.
 _FEWEST_STEPS, _MOST_STEPS = 2, 24
-# Batches of the two parts of an evaluation; the larger as far as there is time. Choices.
-_SMALL_PART, LARGE_PART = 2, 64
+# Batches of the largest part of an evaluation: at least, and at most as far as there is time. Choices.
+_FEWEST_BATCHES, LARGE_PART = 4, 64
 # A checkpoint of more takes long to write. A choice.
 _MOST_SAVED_BYTES = 4 * 2**30
 _SAVED_PER_WEIGHT = 3
@@ -158,7 +158,7 @@ class NamedRehearsal(Rehearses):
         """Add the callback that runs the parts after two steps. The evaluation gets some of the training's samples."""
         self._checks.watch.remove()
         trainer.remove_callback(TrainerSteps)
-        samples = _SMALL_PART * self._candidate.per_device_train_batch_size * self._candidate.arm.data_parallel
+        samples = 2 * self._candidate.per_device_train_batch_size * self._candidate.arm.data_parallel
         trainer.eval_dataset = part_of(trainer.train_dataset, (), samples)
         trainer.args.per_device_eval_batch_size = self._candidate.per_device_train_batch_size
         trainer.args.save_strategy = SaveStrategy.STEPS
@@ -383,74 +383,59 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return max(1, int(self._trainer.args.world_size))
 
     def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
-        """Return the whole evaluation with these settings, and the number of batches run; ``None`` if out of memory."""
-        args = self._trainer.args
+        """Return the whole evaluation with these settings, and the most batches run; ``None`` if out of memory.
+
+        It is extrapolated from parts of the evaluation, each of twice as many batches as the one before.
+        """
+        args, named = self._trainer.args, self.is_of_named_model
         own_settings = args.per_device_eval_batch_size, args.eval_accumulation_steps
         args.per_device_eval_batch_size, args.eval_accumulation_steps = batch, flushed_after
+        batches = -(-samples // (batch * self._world)) if samples is not None else LARGE_PART
+        parts: list[Part] = []
         try:
-            return self._whole_from_parts(data, samples, batch, flushed_after)
+            first = self._longest_samples(data, samples)[:batch]
+            while not parts or self._runs_more_than(parts[-1], batches):
+                count = 2 * parts[-1].batches if parts else 1
+                parts.append(self._part(data, first, min(count, batches), batch))
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
-            named = self.is_of_named_model
             self._end_ranks(evaluation=Evaluation(batch, samples, 0, None, fits=False, of_training_data=named))
             return None, 0
         finally:
             args.per_device_eval_batch_size, args.eval_accumulation_steps = own_settings
+        # What grows in the first batches may be something else than outputs: of two lines the lower one counts.
+        earlier = parts[1:-1] or parts
+        lines = (extrapolated(part, parts[-1], batches, flushed_after) for part in (earlier[0], earlier[-1]))
+        return min(lines, key=lambda whole: whole.device_bytes), parts[-1].batches
 
-    def _whole_from_parts(
-        self, data: Any, samples: int | None, batch: int, flushed_after: int | None
-    ) -> tuple[Whole, int]:
-        """Run parts of an evaluation; return the whole, extrapolated from them, and the most batches that were run."""
-        batches = -(-samples // (batch * self._world)) if samples is not None else LARGE_PART
-        first: list[int] = []
-        if samples is not None and hasattr(data, "__getitem__"):
-            read = read_lengths(data, all_over(samples), self._work.seconds / 3)
-            first = sorted(read, key=lambda index: -read[index])[:batch] if len(set(read.values())) > 1 else []
-        in_time = int(self._work.seconds / 2 / self._seconds_of_first_batch(data, first, batch))
+    def _longest_samples(self, data: Any, samples: int | None) -> list[int]:
+        """Return the indices of an evaluation's samples, longest first; empty where all are as long or unknown."""
+        if samples is None or not hasattr(data, "__getitem__"):
+            return []
+        read = read_lengths(data, all_over(samples), self._work.seconds / 3)
+        return sorted(read, key=lambda index: -read[index]) if len(set(read.values())) > 1 else []
+
+    def _runs_more_than(self, part: Part, batches: int) -> bool:
+        """Return whether a part of twice as many batches is run, of an evaluation that has ``batches``."""
         # Each rank keeps what all have computed.
-        most = min(in_time, LARGE_PART // self._world)
-        if batches <= most:
-            part = self._part(data, first, batches, batch)
-            return Whole(part.device_bytes, part.host_bytes, part.seconds, 0), batches
-        few, many = _SMALL_PART, max(_SMALL_PART + 2, most)
-        if flushed_after and 2 * flushed_after <= in_time:
-            few, many = flushed_after, 2 * flushed_after
-        many = min(batches, many)
-        small, large = (self._part(data, first, count, batch) for count in (few, many))
-        whole = extrapolated(small, large, batches, flushed_after)
-        is_far = whole.device_bytes > self._work.line_bytes >= large.device_bytes
-        if is_far and many < batches and self._ranks.count == 1:
-            # What grew may have been something else: what is kept grows as much again. Ranks end where one runs out.
-            try:
-                larger = self._part(data, first, min(batches, 2 * many), batch)
-            except Exception as error:
-                if not is_out_of_memory(error, 1.0):
-                    raise
-                return whole, many
-            again = extrapolated(large, larger, batches, flushed_after)
-            whole = min(whole, again, key=lambda each: each.device_bytes)
-        return whole, many
+        is_in_time = part.batches < LARGE_PART // self._world and 2 * part.seconds <= self._work.seconds / 2
+        return part.batches < batches and (is_in_time or part.batches < _FEWEST_BATCHES)
 
-    def _seconds_of_first_batch(self, data: Any, first: Sequence[int], batch: int) -> float:
-        """Evaluate one batch and return its seconds. The first time, record the memory that it leaves behind."""
+    def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
+        """Evaluate some batches, beginning with the longest samples. The first time, record the memory left behind."""
         self._reset()
         before = self._meter.allocated_bytes()
-        seconds = self._part(data, first, 1, batch).seconds
+        began = time.perf_counter()
+        self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch * self._world))
+        self._meter.synchronize()
+        part = Part(batches, *self._peaks_of_ranks("an evaluation", time.perf_counter() - began))
         if self._left_bytes is None and before is not None:
             self._reset()
             left = max(0, (self._meter.allocated_bytes() or before) - before)
             # FSDP keeps the outermost module's weights whole after a forward pass; so does the next step.
             self._left_bytes = 0 if self._trainer.is_fsdp_enabled else left
-        return max(seconds, 1e-4)
-
-    def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
-        """Evaluate some batches, beginning with the longest samples."""
-        self._reset()
-        began = time.perf_counter()
-        self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch * self._world))
-        self._meter.synchronize()
-        return Part(batches, *self._peaks_of_ranks("an evaluation", time.perf_counter() - began))
+        return part
 
     def _peaks_of_ranks(self, what: str, seconds: float) -> tuple[int, int, float]:
         """Return the largest device peak of all ranks, the sum of their host peaks, and the longest of their times."""
