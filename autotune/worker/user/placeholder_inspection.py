@@ -13,7 +13,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
@@ -22,7 +22,6 @@ from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import ForkedRun, in_fork
-from autotune.worker.trial.training_watch import ShapesByPlace
 from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, problem_of
@@ -117,7 +116,7 @@ class _ScriptInspector:
         """
         precisions = self._template.precisions or ("fp32", "bf16")
         if own is not None and "batch" not in self._template.names:
-            rows = _likely_batch(own)
+            _, rows = _first_dimension(own)
             batches = (rows, rows)
         accumulations = (2, 4)
         one, *others = precisions
@@ -220,7 +219,7 @@ class _ScriptInspector:
         names, source = self._template.names, self._source
         site = None
         if batch != other_batch:
-            site = _site(first, second) or _site_of_sums(first, second)
+            site = _site(first, second)
         if "batch" in names and site is None:
             raise UserCodeError(
                 f"{source.name} ignores {{batch}}: with {batch} and {other_batch} its model was given "
@@ -263,8 +262,8 @@ class _ScriptInspector:
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
             passes = max(1, (first.passes - once) // accumulation)
         if site is None:
-            site = _first_dimension(first)
-            fixed = dataclasses.replace(fixed, batch=_likely_batch(first))
+            site, batch = _first_dimension(first)
+            fixed = dataclasses.replace(fixed, batch=batch)
         if site is not None:
             calls = _count_calls(first, site) // accumulation
             site = dataclasses.replace(site, calls=calls if site.calls else passes)
@@ -345,66 +344,57 @@ def _passes(first: ScriptRun, second: ScriptRun) -> tuple[int, int] | None:
     return (each, once) if each >= 1 and not rest and once >= 0 else None
 
 
+Place = tuple[str, str, int]
+"""A dimension of a model's inputs or outputs: model, path and dimension, as in a ``Site``."""
+
+
 def _site(first: ScriptRun, second: ScriptRun) -> Site | None:
-    """Return the dimension that changed with the batch; ``None`` without one.
+    """Return the place of the model inputs whose size is a multiple of the batch in both runs; ``None`` without one.
 
     The smallest factor wins, then the model that is called last: an earlier model may only be called to inspect
-    samples.
+    samples. Where no single call has such a size, the sums over the calls of a backward pass are compared, for models
+    that are called for each sample, or for parts of a fixed size. Such a site has 0 calls, since their number varies.
     """
     batch, other_batch = first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
-    sites: list[Site] = []
-    other_sizes = _sizes(second.calls)
-    for place, size in _sizes(first.calls).items():
-        factor = size // batch
-        if factor and size == factor * batch and other_sizes.get(place) == factor * other_batch:
-            sites.append(Site(*place, factor=factor))
     last = {model: at for at, (model, _) in enumerate(first.calls)}
-    return min(sites, key=lambda site: (site.factor, -last[site.model]), default=None)
-
-
-def _site_of_sums(first: ScriptRun, second: ScriptRun) -> Site | None:
-    """Return a tensor whose rows, summed over all calls of a backward pass, are the batch; ``None`` without one.
-
-    For models that are called for each sample, or for parts of a fixed size. The result has 0 calls, since their number
-    varies.
-    """
-    batch, other_batch = first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
-    other_sums = _rows_of_pass(second)
-    for (model, path), rows in _rows_of_pass(first).items():
-        factor = int(rows // batch)
-        if factor and rows == factor * batch and other_sums.get((model, path)) == factor * other_batch:
-            return Site(model, path, 0, factor, calls=0)
+    ways: tuple[tuple[Callable[[ScriptRun], Mapping[Place, float]], int], ...] = ((_sizes, 1), (_rows_of_pass, 0))
+    for measured, calls in ways:
+        sizes, other_sizes = measured(first), measured(second)
+        sites = [
+            Site(*place, factor=factor, calls=calls)
+            for place, size in sizes.items()
+            if (factor := int(size // batch))
+            and (size, other_sizes.get(place)) == (factor * batch, factor * other_batch)
+        ]
+        if sites:
+            return min(sites, key=lambda site: (site.factor, -last[site.model]))
     return None
 
 
-def _rows_of_pass(seen: ScriptRun) -> dict[tuple[str, str], float]:
+def _rows_of_pass(seen: ScriptRun) -> dict[Place, float]:
     """Return the first dimensions of model inputs, summed over all calls and divided by the backward passes."""
-    rows: Counter[tuple[str, str]] = Counter()
+    rows: Counter[Place] = Counter()
     for model, shapes in seen.calls:
-        rows.update({(model, path): shape[0] for path, shape in shapes.items() if shape})
+        rows.update({(model, path, 0): shape[0] for path, shape in shapes.items() if shape})
     return {place: number / max(1, seen.passes) for place, number in rows.items()}
 
 
-def _sizes(calls: Sequence[tuple[str, ShapesByPlace]]) -> dict[tuple[str, str, int], int]:
+def _sizes(seen: ScriptRun) -> dict[Place, int]:
     """Return the usual size of each dimension of model inputs, in the order of the calls."""
-    counts: dict[tuple[str, str, int], Counter[int]] = {}
-    for model, shapes in calls:
+    counts: dict[Place, Counter[int]] = {}
+    for model, shapes in seen.calls:
         for path, shape in shapes.items():
             for dimension, size in enumerate(shape):
                 counts.setdefault((model, path, dimension), Counter())[size] += 1
     return {place: sizes.most_common(1)[0][0] for place, sizes in counts.items()}
 
 
-def _first_dimension(seen: ScriptRun) -> Site | None:
-    """Return the first dimension of the first model input; ``None`` without inputs."""
-    place = next((place for place in _sizes(seen.calls) if place[2] == 0), None)
-    return Site(*place) if place is not None else None
+def _first_dimension(seen: ScriptRun) -> tuple[Site | None, int]:
+    """Return the first dimension of the first model input, and its usual size, which mostly is the batch.
 
-
-def _likely_batch(seen: ScriptRun) -> int:
-    """Return the usual size of the first input's first dimension, which mostly is the batch; 1 without inputs."""
-    site = _first_dimension(seen)
-    return _sizes(seen.calls)[site.model, site.path, 0] if site is not None else 1
+    ``None`` and 1 without inputs.
+    """
+    return next(((Site(*place), size) for place, size in _sizes(seen).items() if place[2] == 0), (None, 1))
 
 
 def _count_calls(seen: ScriptRun, site: Site) -> int:
