@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from autotune.core.errors import ServiceError, StorageError
@@ -44,9 +44,9 @@ DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
 class Guard:
     """An ASGI application that refuses requests for another one, limits their bodies, and adds security headers."""
 
-    def __init__(self, described: FastAPI, app: ASGIApp, names: Collection[str]) -> None:
+    def __init__(self, app: FastAPI, names: Collection[str]) -> None:
         self._app = app
-        self.openapi = described.openapi
+        self.openapi = app.openapi
         self._names = OWN_NAMES | {name.lower() for name in names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,31 +206,28 @@ class Access:
     _tokens: dict[str, TokenRecord] = field(default_factory=dict)
     """By digest, as they were read last."""
     _read_at: float = -math.inf
+    _is_refreshing: bool = False
     _guesses: dict[str, deque[float]] = field(default_factory=dict)
     """When there were wrong tokens, by address."""
     _submissions: dict[str, deque[float]] = field(default_factory=dict)
 
-    async def identify(self, request: Request) -> TokenRecord | None:
-        """Return the token's record of a request, from a recent copy where possible; ``None`` for an unknown token."""
-        token, address = token_of(request), request.client.host if request.client else ""
-        return self._recent_record(digest_of(token)) or await run_in_threadpool(self.check, token, address)
-
-    def check(self, token: str, address: str) -> TokenRecord | None:
-        """Return the record of a token; ``None`` for an unknown one.
+    async def identify(self, request: Request, token: str | None = None) -> TokenRecord | None:
+        """Return the record of a token, by default the request's own; ``None`` for an unknown one.
 
         Raises ``ServiceError`` for an address with too many wrong tokens.
         """
+        token, address = token_of(request) if token is None else token, request.client.host if request.client else ""
         if not token:
             return None
         key = digest_of(token)
-        if (believed := self._recent_record(key)) is not None:
+        if self._is_recent and (believed := self._tokens.get(key)) is not None:
             return believed
         if len(self._guesses) > _MOST_ADDRESSES:
             self._guesses.clear()
         guesses = _within_a_minute(self._guesses, address)
         is_locked = len(guesses) >= _MOST_GUESSES
         if not is_locked or not self._is_recent:
-            self._read()
+            await run_in_threadpool(self._read)
         if (found := self._tokens.get(key)) is not None:
             return found
         guesses.append(time.monotonic())
@@ -239,10 +236,14 @@ class Access:
         return None
 
     async def refresh(self) -> None:
-        """Read the tokens again after a while. If the database does not answer, the earlier copy stays."""
-        if not self._is_recent:
-            with contextlib.suppress(StorageError):
-                await run_in_threadpool(self._read)
+        """Read the tokens again after a while, once for all who ask. The copy stays if the database does not answer."""
+        if not self._is_recent and not self._is_refreshing:
+            self._is_refreshing = True
+            try:
+                with contextlib.suppress(StorageError):
+                    await run_in_threadpool(self._read)
+            finally:
+                self._is_refreshing = False
 
     def knows(self, token: TokenRecord) -> bool:
         """Return whether the copy of the tokens has this token."""
@@ -251,9 +252,6 @@ class Access:
     @property
     def _is_recent(self) -> bool:
         return time.monotonic() - self._read_at < _BELIEVED_SECONDS
-
-    def _recent_record(self, key: str) -> TokenRecord | None:
-        return self._tokens.get(key) if self._is_recent else None
 
     def _read(self) -> None:
         """Read the tokens, and log added and removed ones."""

@@ -1,4 +1,4 @@
-"""Put the service's application together: API, pages, access rules, errors, guard, Optuna's dashboard beside it."""
+"""Put the service's application together: API, pages, access rules, errors, guard, Optuna's dashboard."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from autotune import __version__
@@ -27,13 +28,6 @@ from autotune.service.routes import Health
 from autotune.service.routes import router as api
 from autotune.service.searches import Searches
 from autotune.store.repository import Store
-
-
-def problem_response(error: AutotuneError) -> JSONResponse:
-    """Return the answer for an error."""
-    status, document = problem_document(error)
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return JSONResponse(document, status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def _on_error(request: Request, error: Exception) -> Response:
@@ -59,7 +53,11 @@ def _on_error(request: Request, error: Exception) -> Response:
             told = ServiceError(str(error.detail), status=error.status_code)
         case _:
             told = ServiceError("the service failed; its log says why", status=500)
-    return frame.error_page(told) if is_page else problem_response(told)
+    if is_page:
+        return frame.error_page(told)
+    status, document = problem_document(told)
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return JSONResponse(document, status, headers=headers, media_type=MEDIA_TYPE)
 
 
 def make_app(searches: Searches, names: Collection[str] = ()) -> Guard:
@@ -93,34 +91,27 @@ def make_app(searches: Searches, names: Collection[str] = ()) -> Guard:
         app.add_exception_handler(kind, _on_error)
     for router in (api, frame.router, home.router, search.router, compare.router):
         app.include_router(router)
-    return Guard(app, _WithDashboard(app, searches.store), names)
+    dashboard = _Dashboard(searches.store)
+    app.routes.extend(Route(f"{path}{{rest:path}}", dashboard) for path in DASHBOARD_PATHS)
+    return Guard(app, names)
 
 
-class _WithDashboard:
-    """An ASGI application that hands the dashboard's paths on to it, and all others to the service."""
+class _Dashboard:
+    """The Optuna dashboard, for those who have a token; an ASGI application."""
 
-    def __init__(self, app: FastAPI, store: Store) -> None:
-        self._app = app
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._dashboard: Any = None
+        self._made: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request: the dashboard's paths by the dashboard, others by the service."""
-        if scope["type"] != "http" or not scope["path"].startswith(DASHBOARD_PATHS):
-            await self._app(scope, receive, send)
-            return
-        request = Request({**scope, "app": self._app})
-        try:
-            token = await access_of(request).identify(request)
-        except ServiceError as error:
-            await problem_response(error)(scope, receive, send)
-            return
-        if token is None:
+        """Pass a request on to the dashboard, which is made for the first one."""
+        request = Request(scope)
+        if await access_of(request).identify(request) is None:
             await RedirectResponse("/", 303)(scope, receive, send)
             return
-        if self._dashboard is None:
+        if self._made is None:
             made: Any = await run_in_threadpool(lambda: app_over(DashboardStorage(self._store), way_back="/"))
-            self._dashboard = WSGIMiddleware(made)
+            self._made = WSGIMiddleware(made)
         # The guard has checked the host name already; the dashboard accepts only names of this machine.
         headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-        await self._dashboard({**scope, "headers": [*headers, (b"host", b"localhost")]}, receive, send)
+        await self._made({**scope, "headers": [*headers, (b"host", b"localhost")]}, receive, send)

@@ -51,10 +51,7 @@ class EventStream(StreamingResponse):
 
 def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
     """Return an event as bytes to send, with ``null`` in place of NaN and infinity."""
-    try:
-        data = json.dumps(document, allow_nan=False)
-    except ValueError:
-        data = json.dumps(_null_for_nonfinite(document), allow_nan=False)
+    data = json.dumps(_null_for_nonfinite(document), allow_nan=False)
     return format_sse_event(data_str=data, event=kind, id=str(number) if number is not None else None)
 
 
@@ -66,25 +63,20 @@ def _null_for_nonfinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _Shared:
-    """A task that runs as long as somebody listens to what it finds."""
+class _Feed:
+    """What happened to one search, read once for all who listen, by a task that ends with the last listener."""
 
-    def __init__(self, searches: Searches, access: Access, key: str) -> None:
-        self.searches = searches
-        self.access = access
-        self.key = key
+    def __init__(self, searches: Searches, access: Access, job_id: str) -> None:
+        self._searches = searches
+        self._access = access
+        self._job_id = job_id
         self.is_over = False
         self.listeners = 0
+        # The event of number 1 first.
+        self._events: list[bytes] = []
+        self._status: Document | None = None
         self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    async def _follow(self) -> None:
-        """Wait for changes and wake the listeners, until the end."""
-        raise NotImplementedError
-
-    def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield the messages after a number, and new ones, for one listener."""
-        raise NotImplementedError
+        self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         try:
@@ -96,62 +88,16 @@ class _Shared:
             self.is_over = True
             self._tell()
 
-    def _tell(self) -> None:
-        """Wake all listeners."""
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    def begin(self) -> None:
-        """Add a listener; start the task for the first."""
-        self.listeners += 1
-        if self._task is None:
-            self._task = asyncio.create_task(self._run())
-
-    def end(self) -> bool:
-        """Remove a listener; return whether it was the last, which ends the task."""
-        self.listeners -= 1
-        if self.listeners == 0 and self._task is not None:
-            self._task.cancel()
-        return self.listeners == 0
-
-
-class _Changes(_Shared):
-    """Tells that the queue or the devices changed."""
-
     async def _follow(self) -> None:
-        while not self.searches.is_closing:
-            changed = self.searches.changes.next_event(self.key)
-            await self.access.refresh()
-            self._tell()
-            await asyncio.sleep(_PAUSE_SECONDS)
-            await wait_for(changed, _CHANGES_POLL_SECONDS)
-
-    async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield a message at each change, as long as the token is valid."""
-        while not self.is_over and self.access.knows(token):
-            news = self._news
-            yield _CHANGED
-            await news.wait()
-
-
-class _Search(_Shared):
-    """Tells what happens to one search."""
-
-    def __init__(self, searches: Searches, access: Access, key: str) -> None:
-        super().__init__(searches, access, key)
-        # The event of number 1 first.
-        self._events: list[bytes] = []
-        self._status: Document | None = None
-
-    async def _follow(self) -> None:
-        while not self.searches.is_closing:
-            changed = self.searches.changes.next_event(self.key)
+        """Read what happens to the search and wake the listeners, until its end."""
+        while not self._searches.is_closing:
+            changed = self._searches.changes.next_event(self._job_id)
             job, found = await run_in_threadpool(self._read_news)
             for event in found:
                 data = {**event.document, "at": event.created_at.isoformat()}
                 self._events.append(encoded(event.kind, data, event.number))
             self._status = job.status
-            await self.access.refresh()
+            await self._access.refresh()
             if job.state in ENDED and len(self._events) >= job.events:
                 return
             self._tell()
@@ -159,14 +105,19 @@ class _Search(_Shared):
                 await wait_for(changed, _POLL_SECONDS)
 
     def _read_news(self) -> tuple[JobRecord, list[JobEvent]]:
-        job = self.searches.job(self.key)
-        return job, self.searches.store.queue.events(self.key, len(self._events), _MOST_AT_ONCE)
+        job = self._searches.job(self._job_id)
+        return job, self._searches.store.queue.events(self._job_id, len(self._events), _MOST_AT_ONCE)
+
+    def _tell(self) -> None:
+        """Wake all listeners."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
         """Yield the events after this number and status changes, as long as the token is valid."""
         status: Document | None = None
         sent_at = time.monotonic()
-        while self.access.knows(token):
+        while self._access.knows(token):
             # Read before the events: otherwise news that come in between would be missed.
             news, is_over = self._news, self.is_over
             message = b"".join(self._events[after:])
@@ -183,37 +134,53 @@ class _Search(_Shared):
                 return
             await news.wait()
 
+    def end(self) -> None:
+        """End the task."""
+        self._task.cancel()
+
 
 class Feeds:
-    """The shared tasks that follow changes, each started for its first listener and ended with its last."""
+    """The event streams of one application, and the feeds that they share, by the id of their job."""
 
     def __init__(self, searches: Searches, access: Access) -> None:
         self._searches = searches
         self._access = access
-        self._followed: dict[str, _Shared] = {}
-        """By the key of its changes: a job's id, or that of any change."""
+        self._followed: dict[str, _Feed] = {}
+        self._listeners_to_changes = 0
 
     def check_room(self) -> None:
         """Raise ``ServiceError`` where the number of listeners is at its limit."""
-        if sum(feed.listeners for feed in self._followed.values()) >= MOST_LISTENERS:
+        if self._listeners_to_changes + sum(feed.listeners for feed in self._followed.values()) >= MOST_LISTENERS:
             raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
 
-    async def messages(self, key: str, token: TokenRecord, after: int = 0) -> AsyncIterator[bytes]:
-        """Yield the events of the job whose id is ``key``, after a number and until its end.
+    async def changes(self, token: TokenRecord) -> AsyncIterator[bytes]:
+        """Yield a message at once and whenever the queue or the devices changed, as long as the token is valid."""
+        self._listeners_to_changes += 1
+        try:
+            while not self._searches.is_closing and self._access.knows(token):
+                changed = self._searches.changes.next_event(ANY_CHANGE)
+                yield _CHANGED
+                await asyncio.sleep(_PAUSE_SECONDS)
+                await wait_for(changed, _CHANGES_POLL_SECONDS)
+                await self._access.refresh()
+        finally:
+            self._listeners_to_changes -= 1
 
-        For ``ANY_CHANGE`` yield a message at once, and whenever the queue or the devices changed.
-        """
-        feed = self._followed.get(key)
+    async def events(self, job_id: str, token: TokenRecord, after: int = 0) -> AsyncIterator[bytes]:
+        """Yield the events of a job after a number, and its status changes, until its end."""
+        feed = self._followed.get(job_id)
         if feed is None or feed.is_over:
-            kind = _Changes if key == ANY_CHANGE else _Search
-            feed = self._followed[key] = kind(self._searches, self._access, key)
-        feed.begin()
+            feed = self._followed[job_id] = _Feed(self._searches, self._access, job_id)
+        feed.listeners += 1
         try:
             async for message in feed.messages(after, token):
                 yield message
         finally:
-            if feed.end() and self._followed.get(key) is feed:
-                del self._followed[key]
+            feed.listeners -= 1
+            if feed.listeners == 0:
+                feed.end()
+                if self._followed.get(job_id) is feed:
+                    del self._followed[job_id]
 
 
 def feeds_of(request: Request) -> Feeds:

@@ -233,7 +233,7 @@ async def events(
     ``status`` events, of what runs now, have no id and are not kept.
     """
     job = await run_in_threadpool(searches.job, search)
-    return EventStream(feeds_of(request).messages(job.id, token, after if last_event_id is None else last_event_id))
+    return EventStream(feeds_of(request).events(job.id, token, after if last_event_id is None else last_event_id))
 
 
 @router.post("/v1/predict", tags=["predict"], openapi_extra=prediction_body("predict"))

@@ -12,7 +12,7 @@ from serving import StandInEngine
 
 from autotune.service import feeds
 from autotune.service.access import Access
-from autotune.service.change_events import ANY_CHANGE, ChangeEvents
+from autotune.service.change_events import ChangeEvents
 from autotune.service.feeds import Feeds
 from autotune.service.pages import frame
 from autotune.service.searches import Searches
@@ -25,7 +25,7 @@ LIMIT_SECONDS = 120
 
 async def heard(feed: Feeds, job_id: str, after: int, token: TokenRecord) -> bytes:
     """Listen to a search to its end."""
-    return b"".join([message async for message in feed.messages(job_id, token, after)])
+    return b"".join([message async for message in feed.events(job_id, token, after)])
 
 
 def token_in(store: Store) -> TokenRecord:
@@ -92,7 +92,7 @@ def test_a_listener_who_leaves_does_not_end_the_others(store: Store, monkeypatch
     async def run() -> None:
         (searches, access, feed), token = feeding(store), token_in(store)
         await access.refresh()
-        first, second = feed.messages(ANY_CHANGE, token), feed.messages(ANY_CHANGE, token)
+        first, second = feed.changes(token), feed.changes(token)
         assert await anext(first) == await anext(second) == b"event: changed\ndata: {}\n\n"
         await first.aclose()  # type: ignore[attr-defined]
         waiting = asyncio.ensure_future(anext(second))
@@ -114,12 +114,12 @@ def test_a_stream_ends_with_its_token_and_the_change_is_logged(
 
     async def run() -> None:
         _, access, feed = feeding(store)
-        gone, other = (store.queue.add_token(name, "read") for name in ("gone", "other"))
-        records = {name: access.check(token, "") for name, token in (("gone", gone), ("other", other))}
+        for name in ("gone", "other"):
+            store.queue.add_token(name, "read")
+        await access.refresh()
         job, _ = store.queue.submit("a", {}, Needs())
         streams = {
-            name: (feed.messages(ANY_CHANGE, record), feed.messages(job.id, record))
-            for name, record in records.items() if record is not None
+            record.name: (feed.changes(record), feed.events(job.id, record)) for record in store.queue.tokens()
         }  # fmt: skip
         for stream in (*streams["gone"], *streams["other"]):
             assert await anext(stream)

@@ -152,9 +152,8 @@ _COOKIE_SECONDS = 30 * 24 * 3600
 async def begin_session(request: Request) -> Response:
     """Set the cookie of a valid token."""
     token = (await form_fields(request)).get("token", "").strip()
-    address = request.client.host if request.client else ""
     try:
-        found = await run_in_threadpool(access_of(request).check, token, address)
+        found = await access_of(request).identify(request, token)
     except ServiceError as error:
         return sign_in_page(error)
     if found is None:

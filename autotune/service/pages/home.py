@@ -17,7 +17,6 @@ from autotune.core.errors import AutotuneError
 from autotune.core.units import format_seconds
 from autotune.models import catalog
 from autotune.service.access import Known, Reader, Submitter
-from autotune.service.change_events import ANY_CHANGE
 from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.pages.form import FIELDS, FieldError, command_of, more_fields, read_form
 from autotune.service.pages.frame import Visitor, form_fields, page, render, rendered_of, sign_in_page
@@ -178,7 +177,7 @@ async def home_parts(request: Request, token: Reader, searches: Known) -> HTMLRe
 @router.get("/v1/events", tags=["searches"], response_class=EventStream)
 async def changes(request: Request, token: Reader) -> Response:
     """Stream an event ``changed`` whenever the queue or the devices changed."""
-    return EventStream(feeds_of(request).messages(ANY_CHANGE, token))
+    return EventStream(feeds_of(request).changes(token))
 
 
 async def _rendered_parts(request: Request, searches: Searches) -> Markup:
