@@ -56,16 +56,13 @@ from rich.table import Table
 
 from autotune.core.candidate import Candidate, Document
 from autotune.core.ceiling import Ceiling
-from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, OutOfMemory
-from autotune.estimate.history import History
 from autotune.results.optuna_trials import over_line_gib
 from autotune.store.opening import open_store
-from autotune.store.records import Stage, StudyRecord, TrialRecord
 from autotune.store.repository import Store
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
-from autotune.tuning.prepare import Prepared
+from autotune.tuning.narrator import Narrator
 
 # Of the machine whose GPU was recorded; half of them predict at once.
 _CORES = 16
@@ -109,16 +106,6 @@ class Run:
     """Of a search that ends by itself: samples a second of what it recommends, relative to the best of the grid."""
 
 
-class _Silent:
-    """An observer that looks away."""
-
-    def begins(self, prepared: Prepared, study: StudyRecord) -> None: ...
-    def trial_begins(self, number: int, candidate: Candidate, stage: Stage) -> None: ...
-    def progress(self, number: int, progress: Progress) -> None: ...
-    def trial_ends(self, trial: TrialRecord, history: History) -> None: ...
-    def note(self, text: str) -> None: ...
-
-
 def cost(replayed: Sequence[Replayed]) -> Cost:
     """What these trials, the first ones of a run, took together."""
     ooms = sum(isinstance(trial.outcome, OutOfMemory) for trial in replayed)
@@ -151,7 +138,8 @@ def search(path: Path, store: Store, seed: int, within: float, prediction_second
     prepared = prepared_for(runner, f"{path.stem}-{seed}", seed)
     predictions = RecordedPredictions(predictions_path(path), runner, prediction_seconds or 0.0)
     forecast = None if prediction_seconds is None else forecast_of(prepared, predictions, cores=_CORES)
-    study = Search(prepared, runner, store, _Silent(), Path("logs"), clock=runner.clock, forecast=forecast).run()
+    silent = Narrator(lambda text, style: None)
+    study = Search(prepared, runner, store, silent, Path("logs"), clock=runner.clock, forecast=forecast).run()
     best = best_of(runner, prepared.ceiling)
     winner = store.trial(study.best_trial_id or "")
     assert winner is not None

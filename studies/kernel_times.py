@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gzip
-import json
 import math
 import statistics
 from collections import Counter
@@ -29,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from recorded_steps import Subject
+from recorded_steps import Subject, read_lines
 from step_times import (
     H200,
     MOST_OF_A_FAMILY,
@@ -57,7 +55,7 @@ def trace_all(path: Path) -> None:
 
 def compare(path: Path) -> None:
     """Print predicted and measured GPU times."""
-    rows = _rows(path)
+    rows = read_lines(path)
     measured = measured_cells(path)
     families = fitted_families()
     errors: dict[str, list[float]] = {}
@@ -107,15 +105,9 @@ def fitted_families() -> set[str]:
     return {cell.subject.family for cell in by_gpu_time}
 
 
-def _rows(path: Path) -> list[Document]:
-    content = path.read_bytes()
-    text = gzip.decompress(content) if path.suffix == ".gz" else content
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def measured_cells(path: Path) -> list[Document]:
     """Return each recorded cell once: the first of those that were recorded again, with their operations."""
-    return list({_key(row): row for row in reversed(_rows(path)) if "gpu_seconds" in row}.values())[::-1]
+    return list({_key(row): row for row in reversed(read_lines(path)) if "gpu_seconds" in row}.values())[::-1]
 
 
 def predicted_for(row: Document, efficiencies: Efficiencies) -> GpuTime:

@@ -21,16 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recorded_steps import LANDSCAPES, Subject, read_lines
+
 from autotune.core.candidate import Arm, Candidate, Document
 from autotune.core.ceiling import Bounds
-from autotune.core.workload import Workload
 from autotune.devices.gpus import CHIPS
-from autotune.models.resolve import resolve_model
-from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space import training_arguments
 from autotune.worker.fake.step import FakeTraining, Limits
 
-LANDSCAPES = Path(__file__).parent / "landscapes"
 _MIB = 1024**2
 _NO_LIMIT = Bounds(2**60, 2**60)
 _PEAKS = ("allocated", "reserved")
@@ -57,16 +55,14 @@ def _limits(
     model: str, task: Any, seq_len: int | None, arm: Arm, bounds: Bounds | None, bucket_elements: int
 ) -> Limits:
     """Trace a step of a model with random weights and synthetic data, once for all recordings of it."""
-    config = resolve_model(model).config
-    task = task or infer_task(config)
-    workload = Workload(model, config, task, choose_seq_len(config, task, seq_len))
+    workload = Subject(model, seq_len, task).workload()
     training_arguments.REDUCE_BUCKET_ELEMENTS = bucket_elements
     return Limits(FakeTraining(workload, arm, CHIPS["h200"]).step(), CHIPS["h200"], bounds or _NO_LIMIT)
 
 
 def recorded(path: Path) -> Iterator[Measured]:
     """Yield the completed trials of a recording, in order."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = read_lines(path)
     about: Document = next((row for row in rows if "meta" in row), {})
     common = about.get("workload") or (about["meta"] if isinstance(about.get("meta"), dict) else about)
     is_boundary = path.stem.endswith("_boundary")

@@ -17,8 +17,6 @@ from recorded_steps import Published, operations_key, published, recorded_operat
 from step_times import error_line
 
 from autotune.core.device import Calibration
-from autotune.core.prediction import Operations
-from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.advice import SCALED_DOUBT
 from autotune.estimate.gpu_time import calibrated
@@ -31,7 +29,7 @@ _HALVES = 200
 
 def published_predictions() -> list[Pair]:
     """Return each published throughput with what is predicted for it."""
-    operations = {key: decode(document, Operations) for key, document in recorded_operations().items()}
+    operations = recorded_operations()
     found = []
     for known in published():
         of_step = operations[operations_key(known.subject, known.candidate.arm)]
@@ -103,7 +101,7 @@ _PRODUCTS: dict[str, tuple[float, str, float]] = {
 
 def calibrated_errors() -> list[tuple[str, float, float]]:
     """Return the median errors by precision without and with published micro-benchmarks as a calibration."""
-    operations = {key: decode(document, Operations) for key, document in recorded_operations().items()}
+    operations = recorded_operations()
     errors: dict[str, list[tuple[float, float]]] = {}
     for known in published():
         if known.gpu not in _PRODUCTS:

@@ -19,16 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recorded_steps import Subject
+
 from autotune.core.candidate import Candidate
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.schema import encode
 from autotune.core.units import MIB, parse_bytes
-from autotune.core.workload import Workload
 from autotune.devices.listing import find_device
 from autotune.estimate.history import History, Tried
 from autotune.execution import TrialJob, TrialServer, run_trial
-from autotune.models.resolve import resolve_model
-from autotune.models.tasks import choose_seq_len, infer_task
 from autotune.space.space import Space
 from autotune.tuning.policy import MaxBatchPolicy
 from autotune.tuning.prepare import Prepared, prepare
@@ -41,11 +40,8 @@ _TIMES = frozenset(
 
 
 def _request(options: argparse.Namespace) -> SearchRequest:
-    source = resolve_model(options.model)
-    task = options.task or infer_task(source.config)
-    workload = Workload(source.name, source.config, task, choose_seq_len(source.config, task, options.seq_len))
     return SearchRequest(
-        workload=workload,
+        workload=Subject(options.model, options.seq_len, options.task).workload(),
         device=find_device(options.device),
         effective_batch=options.effective_batch if options.kind == "grid" else None,
         precisions=tuple(options.precision.split(",")) if options.precision else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.prediction import Operations
+from autotune.core.schema import decode
 from autotune.core.workload import Task, Workload
 from autotune.models.resolve import resolve_model
 from autotune.models.tasks import choose_seq_len, infer_task
@@ -92,13 +95,16 @@ def recorded_steps() -> list[Step]:
     return [s for s in every if not s.candidate.arm.torch_compile and not s.candidate.arm.use_liger_kernel]
 
 
-def _lines(path: Path) -> list[Document]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read_lines(path: Path) -> list[Document]:
+    """Return the JSON objects of a file, one a line, which may be compressed."""
+    content = path.read_bytes()
+    text = gzip.decompress(content) if path.suffix == ".gz" else content
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def _busy() -> Iterator[Step]:
     path = LANDSCAPES / "gpu_busy_h200.jsonl"
-    for row in _lines(path)[1:]:
+    for row in read_lines(path)[1:]:
         if "qwen" in row["model"]:
             # The recording does not say how long the samples were, and they were not those of the other recordings.
             continue
@@ -114,14 +120,14 @@ def _busy() -> Iterator[Step]:
 def _grids() -> Iterator[Step]:
     for stem, subject in _GRIDS.items():
         folder = LANDSCAPES if (LANDSCAPES / f"{stem}.jsonl").exists() else ROOT / "tests" / "landscapes"
-        for row in _lines(folder / f"{stem}.jsonl")[1:]:
+        for row in read_lines(folder / f"{stem}.jsonl")[1:]:
             if "step_seconds" in row:
                 yield Step(subject, Candidate.from_parameters(row), row["step_seconds"], None, stem)
 
 
 def _memory_cells() -> Iterator[Step]:
     path = LANDSCAPES / "memory_cells_h200.jsonl"
-    for row in _lines(path)[2:]:
+    for row in read_lines(path)[2:]:
         if row.get("step_seconds"):
             subject = Subject(row["model"], row["seq_len"], row["task"])
             yield Step(subject, Candidate.from_parameters(row), row["step_seconds"], None, path.stem)
@@ -129,7 +135,7 @@ def _memory_cells() -> Iterator[Step]:
 
 def _affinity() -> Iterator[Step]:
     path = RUNS / "h200_affinity.jsonl"
-    for row in _lines(path):
+    for row in read_lines(path):
         if "step_seconds" not in row:
             continue
         busy = row["step_seconds"] * row["gpu_busy_share"] if row.get("gpu_busy_share") else None
@@ -140,13 +146,13 @@ def _affinity() -> Iterator[Step]:
 
 def _promises() -> Iterator[Step]:
     path = RUNS / "h200_promises.jsonl"
-    for row in _lines(path):
+    for row in read_lines(path):
         yield from _tried(_CASES[row["workload"]], row["tried"], path.stem)
 
 
 def _searches() -> Iterator[Step]:
     path = RUNS / "h200_search_seconds.jsonl"
-    for row in _lines(path):
+    for row in read_lines(path):
         for side in ("new", "old"):
             yield from _tried(_CASES[row["workload"]], row[side]["tried"], path.stem)
 
@@ -222,7 +228,8 @@ def operations_key(subject: Subject, arm: Arm) -> str:
                               traced.gradient_checkpointing, traced.attn_implementation, traced.optim)))  # fmt: skip
 
 
-def recorded_operations() -> dict[str, Document]:
+@functools.cache
+def recorded_operations() -> dict[str, Operations]:
     """Return what each step consists of, by ``operations_key``."""
     with gzip.open(OPERATIONS, "rt", encoding="utf-8") as file:
-        return dict(json.load(file))
+        return {key: decode(document, Operations) for key, document in json.load(file).items()}

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from recorded_steps import LANDSCAPES, Subject, operations_key, published, recorded_operations
+from recorded_steps import LANDSCAPES, Subject, operations_key, published, read_lines, recorded_operations
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.device import Calibration, Collective
@@ -69,7 +69,7 @@ class Ranks:
 def several() -> list[Ranks]:
     """Return all measured steps of several ranks."""
     document = json.loads(SEVERAL.read_text(encoding="utf-8"))
-    operations = {key: decode(traced, Operations) for key, traced in recorded_operations().items()}
+    operations = recorded_operations()
     alone = {(p.gpu, p.subject, p.candidate): p.samples_per_second for p in published() if "lambda" in p.source}
     found = []
     for row in document["rows"]:
@@ -87,10 +87,10 @@ def several() -> list[Ranks]:
 
 def grids() -> list[Ranks]:
     """Return the measured steps of two H200 in which several strategies were measured."""
-    operations = {key: decode(traced, Operations) for key, traced in recorded_operations().items()}
+    operations = recorded_operations()
     found, model = [], StepTimeModel(CHIPS["h200"])
     for path in sorted(LANDSCAPES.glob("*_2xh200_*.jsonl")):
-        first, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        first, *lines = read_lines(path)
         of_all = first["meta"] if isinstance(first["meta"], dict) else first["workload"]
         is_image = of_all["task"] == "image-classification"
         subject = Subject(of_all["model"], None if is_image else of_all["seq_len"])

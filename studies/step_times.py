@@ -11,7 +11,6 @@ Neither needs a GPU.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gzip
 import json
 import math
@@ -35,7 +34,7 @@ from recorded_steps import (
     traced_arm,
 )
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.prediction import Operations
 from autotune.core.schema import decode, encode
 from autotune.devices.gpus import CHIPS
@@ -86,7 +85,7 @@ class Cell:
         return gpu_time(self.operations, model, batch, accumulation)
 
 
-def traced(subject: Subject, arm: Arm) -> Document | None:
+def traced(subject: Subject, arm: Arm) -> Operations | None:
     """Return the operations of a step, from a forked process: tracing patches torch. ``None`` where that failed."""
     from autotune.worker.fake.step import FakeTraining
 
@@ -102,22 +101,22 @@ def traced(subject: Subject, arm: Arm) -> Document | None:
     with os.fdopen(reading) as file:
         text = file.read()
     os.waitpid(child, 0)
-    return dict(json.loads(text)) if text else None
+    return decode(json.loads(text), Operations) if text else None
 
 
 def trace(wanted: Iterable[tuple[Subject, Arm]]) -> None:
     """Record the operations of each model and arm that are not recorded yet."""
     arms = {operations_key(subject, arm): (subject, arm) for subject, arm in wanted}
-    found: dict[str, Any] = recorded_operations() if OPERATIONS.exists() else {}
+    found = recorded_operations() if OPERATIONS.exists() else {}
     for key, (subject, arm) in arms.items():
         if key not in found:
             started = time.monotonic()
-            document = traced(subject, arm)
+            operations = traced(subject, arm)
             print(f"{key}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-            if document is not None:
-                found[key] = document
+            if operations is not None:
+                found[key] = operations
     with gzip.open(OPERATIONS, "wt", encoding="utf-8", compresslevel=9) as file:
-        json.dump(found, file)
+        json.dump(encode(found), file)
 
 
 def trace_recorded() -> None:
@@ -126,27 +125,17 @@ def trace_recorded() -> None:
     trace(recorded + [(known.subject, known.candidate.arm) for known in published()])
 
 
-@functools.cache
-def _recorded() -> dict[str, Document]:
-    return recorded_operations()
-
-
 def operations_of(subject: Subject, arm: Arm) -> Operations:
     """Return what a step consists of, recorded or traced now."""
-    document = _recorded().get(operations_key(subject, arm)) or traced(subject, arm)
-    assert document is not None
-    return decode(document, Operations)
+    operations = recorded_operations().get(operations_key(subject, arm)) or traced(subject, arm)
+    assert operations is not None
+    return operations
 
 
 def known_steps() -> list[tuple[Step, Operations]]:
     """Return every recorded step whose operations are known."""
-    operations = {key: decode(document, Operations) for key, document in recorded_operations().items()}
-    found = []
-    for step in recorded_steps():
-        key = operations_key(step.subject, step.candidate.arm)
-        if key in operations:
-            found.append((step, operations[key]))
-    return found
+    keys = ((step, operations_key(step.subject, step.candidate.arm)) for step in recorded_steps())
+    return [(step, operations) for step, key in keys if (operations := recorded_operations().get(key)) is not None]
 
 
 def cells(steps: Sequence[tuple[Step, Operations]]) -> tuple[list[Cell], list[Cell]]:

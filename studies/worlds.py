@@ -459,7 +459,8 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
     """Search in a world to the end, with so many trials at the same time."""
     prepared = world.prepared()
     machine = Machine(world, repeat)
-    history = History(world.ceiling, memory=_predictions(world, prepared), tolerance=prepared.request.tolerance)
+    memory = PredictedWorld(world, world.prediction_factor) if world.prediction_factor is not None else None
+    history = History(world.ceiling, memory=memory, tolerance=prepared.request.tolerance)
     policy, now = make_policy(prepared.request.sampler, prepared.request.objective, prepared.space), 0.0
     plan = Plan(prepared, history, policy, lambda: now)
     study = OptunaStudy(prepared, plan, seed=world.seed, is_parallel=slots > 1)
@@ -520,12 +521,6 @@ def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> R
     )
 
 
-def _predictions(world: World, prepared: Prepared) -> MemoryModel | None:
-    if world.prediction_factor is None:
-        return None
-    return PredictedWorld(world, world.prediction_factor)
-
-
 class PredictedWorld(MemoryModel):
     """A memory model whose predictions are the world's, wrong by a factor."""
 
@@ -536,7 +531,8 @@ class PredictedWorld(MemoryModel):
     def prediction(self, candidate: Candidate) -> MemoryPrediction | None:
         """See ``MemoryModel.prediction``."""
         world, line_bytes = self._world, self._world.ceiling.line_bytes
-        reserved = int(world.peak_bytes(prediction_twin(candidate)) * self._factor)
+        twin = dataclasses.replace(candidate, arm=prediction_class(candidate.arm))
+        reserved = int(world.peak_bytes(twin) * self._factor)
         return MemoryPrediction(
             candidate.per_device_train_batch_size,
             candidate.gradient_accumulation_steps,
@@ -554,11 +550,6 @@ class PredictedWorld(MemoryModel):
         while batch < 8192 and self.prediction(Candidate(arm, batch + 8)).fits:  # type: ignore[union-attr]
             batch += 8
         return batch
-
-
-def prediction_twin(candidate: Candidate) -> Candidate:
-    """The candidate that stands for its memory class."""
-    return dataclasses.replace(candidate, arm=prediction_class(candidate.arm))
 
 
 # Judged over many

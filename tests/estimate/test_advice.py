@@ -10,7 +10,6 @@ from tiny import tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.prediction import Operations
-from autotune.core.schema import decode
 from autotune.devices.gpus import CHIPS, Prices
 from autotune.estimate.advice import SCALED_DOUBT, Graded, Grades, Offer, pareto_front, rank, sort_offers
 from autotune.estimate.pooling import Pool
@@ -90,7 +89,7 @@ LARGE, SMALLER = Candidate(BF16, 64, 1), Candidate(BF16, 32, 2)
 
 @pytest.fixture(scope="module")
 def traced() -> Operations:
-    return decode(recorded_operations()[operations_key(Subject("bert-large-uncased", 512), BF16)], Operations)
+    return recorded_operations()[operations_key(Subject("bert-large-uncased", 512), BF16)]
 
 
 def step(chip: str, traced: Operations, candidate: Candidate = LARGE) -> StepTime:

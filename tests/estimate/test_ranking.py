@@ -2,8 +2,7 @@
 
 import statistics
 
-from gains import OPTIONS, pairs
-from ranking import NEAR, landscapes
+from ranking import NEAR, OPTIONS, landscapes, pairs
 
 
 def test_the_predicted_winner_is_near_the_measured_one_on_recorded_landscapes() -> None:

@@ -19,7 +19,6 @@ from autotune.core.device import Calibration, Collective
 from autotune.core.errors import InvalidRequestError
 from autotune.core.outcome import kind_of_kernel
 from autotune.core.prediction import MemoryPrediction, Operation, Operations, PredictionAnswer
-from autotune.core.schema import decode
 from autotune.core.units import GIB
 from autotune.devices.gpus import ALIASES, CHECKED_AGAINST, CHIPS, chip_of_device, find_chip
 from autotune.estimate.gpu_time import EFFICIENCIES, GpuModel, calibrated
@@ -32,7 +31,7 @@ BF16 = Arm("bf16")
 
 @pytest.fixture(scope="module")
 def bert_large() -> Operations:
-    return decode(recorded_operations()[operations_key(BERT_LARGE, BF16)], Operations)
+    return recorded_operations()[operations_key(BERT_LARGE, BF16)]
 
 
 def test_recorded_gpu_times_are_predicted() -> None:
@@ -189,7 +188,7 @@ def forecast() -> StepForecast:
     recorded = recorded_operations()
     model = MemoryModel(Ceiling(None, 139 * GIB, 0))
     for arm in (BF16, CHECKPOINTED, TF32):
-        operations = decode(recorded[operations_key(BERT_LARGE, arm)], Operations)
+        operations = recorded[operations_key(BERT_LARGE, arm)]
         rows = tuple(
             MemoryPrediction(batch, 64 // batch, 0, batch * GIB, batch * GIB, False, True, {}) for batch in BATCHES
         )

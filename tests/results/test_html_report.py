@@ -20,8 +20,8 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NothingFitsError
 from autotune.core.messages import Answer
 from autotune.core.outcome import Completed, Failed, OutOfMemory
-from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
-from autotune.core.schema import decode, encode
+from autotune.core.prediction import MemoryPrediction, PredictionAnswer, PredictionWork
+from autotune.core.schema import encode
 from autotune.core.units import GIB, format_bytes, format_rate
 from autotune.devices.gpus import CHIPS
 from autotune.estimate.step_time import StepTime
@@ -319,8 +319,7 @@ class _Predicting:
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         peaks = (0, 21 * GIB, 22 * GIB, False, True, ANATOMY)
         predicted = tuple(MemoryPrediction(*batch, *peaks) for batch in work.batches)
-        traced = recorded_operations().get(operations_key(Subject("bert-large-uncased", 512), work.arm))
-        operations = None if traced is None else decode(traced, Operations)
+        operations = recorded_operations().get(operations_key(Subject("bert-large-uncased", 512), work.arm))
         self._answers[job_id] = Answer(encode(PredictionAnswer(predicted, None, operations)))
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:

@@ -6,7 +6,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-from bench import _Silent
 from recorded import EFFECTIVE_64, RecordedRunner
 from replay import RecordedPredictions, landscapes, predictions_path, prepared_for
 from reported import completed
@@ -24,6 +23,7 @@ from autotune.store.repository import Store
 from autotune.tuning import options as tuning_options
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
+from autotune.tuning.narrator import Narrator
 from autotune.tuning.options import request_of
 from autotune.tuning.plan import Plan
 from autotune.tuning.policy import make_policy
@@ -45,7 +45,8 @@ def test_recorded_grids_get_their_answer_and_not_later_on_the_whole(with_predict
         given = prepared_for(runner, f"{path.stem}-{slots}")
         answers = RecordedPredictions(predictions_path(path), runner, 2.0)
         forecast = forecast_of(given, answers, cores=16) if with_predictions else None
-        study = Search(given, runner, store, _Silent(), Path("logs"), clock=runner.clock, forecast=forecast).run()
+        silent = Narrator(lambda text, style: None)
+        study = Search(given, runner, store, silent, Path("logs"), clock=runner.clock, forecast=forecast).run()
         winner = store.trial(study.best_trial_id or "")
         assert winner.outcome.measurement.samples_per_second >= 0.99 * best_speed(runner)
         assert runner.most_under_way == slots
