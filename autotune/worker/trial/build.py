@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import accelerate
@@ -23,7 +23,6 @@ from transformers.quantizers import AutoHfQuantizer
 from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import TASKS, Workload
 from autotune.models.tasks import AUTO_CLASS_OF_TASK, PEFT_TASKS
-from autotune.space.levers import HALF
 from autotune.training.batches import SettingUnavailableError
 from autotune.worker.private.accelerate import shard_for
 from autotune.worker.private.transformers import class_for_config
@@ -108,15 +107,6 @@ def check_shared_by(trainer: Any, sizes: dict[str, int]) -> None:
             f"accelerate {accelerate.__version__} does not let ranks {what}: upgrade it to 1.10 or later, or leave "
             f"{option} out"
         )
-
-
-def in_deepspeeds_dtype(workload: Workload, precision: str) -> Workload:
-    """Return the workload with weights in the dtype to which DeepSpeed converts a model.
-
-    A ``Trainer`` leaves the model on the CPU until DeepSpeed has converted it, so that its float32 weights never have
-    to fit on the GPU. Built in 16 bits on the GPU it takes as much memory, and saves seconds.
-    """
-    return dataclasses.replace(workload, dtype=HALF.get(precision, "float32"))
 
 
 def build_model(workload: Workload, attn_implementation: str, device: torch.device) -> Any:
@@ -267,17 +257,32 @@ def _mark_initialized(value: torch.Tensor) -> torch.Tensor:
 _UNDRAWN = 0.02
 
 
-def built_or_on_meta(
-    workload: Workload, attn_implementation: str, device: torch.device, *, shards: bool, compiles: bool
+def model_for(
+    fields: Mapping[str, Any], workload: Workload, attn_implementation: str, device: torch.device
 ) -> tuple[Any, bool]:
-    """Return the model of a training, and whether it is on ``meta``, to be sharded before it has weights.
+    """Return the model for a training with these ``fields`` of ``TrainingArguments``, and whether it is on ``meta``.
 
-    Compiled and quantized models get their weights at once: the Trainer wraps compiled models before sharding, and
-    bitsandbytes quantizes whole weights.
+    A model on ``meta`` is to be sharded before it has weights. Compiled and quantized models get their weights at once:
+    the Trainer wraps compiled models before sharding, and bitsandbytes quantizes whole weights.
     """
-    if shards and not compiles and workload.quantize is None:
+    if fields.get("deepspeed"):
+        # The dtype to which DeepSpeed converts a model. A Trainer leaves the model on the CPU until then, so that its
+        # float32 weights never have to fit on the GPU. Built in 16 bits on the GPU it takes as much memory, and saves
+        # seconds.
+        workload = dataclasses.replace(
+            workload, dtype="bfloat16" if fields["bf16"] else "float16" if fields["fp16"] else "float32"
+        )
+    if fields.get("fsdp") and not fields.get("torch_compile") and workload.quantize is None:
         return on_meta(workload, attn_implementation), True
     return build_model(workload, attn_implementation, device), False
+
+
+def check_devices(arguments: Any, ranks: int) -> None:
+    """Raise ``RuntimeError`` where a ``Trainer`` sees several GPUs, or another number of ranks."""
+    if arguments.n_gpu > 1:
+        raise RuntimeError(f"{arguments.n_gpu} GPUs are visible; exactly one was expected")
+    if arguments.world_size != ranks:
+        raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks; {ranks} were expected")
 
 
 def shard_from_meta(trainer: Any, workload: Workload) -> None:

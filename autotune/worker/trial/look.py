@@ -297,16 +297,14 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
             set_seed(work.seed)
             model = build_model(workload, candidate.arm.attn_implementation, meter.device)
             effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
-            make_arguments = functools.partial(
-                trainer_arguments, candidate, work.devices.kind, effort, output_dir, work.seed
-            )
             samples = candidate.samples_per_step
             if work.data_folder is not None:
                 prepared = PreparedDataset(workload, work.data_folder)
-                trainer = Trainer(model, make_arguments(**prepared.arguments), **prepared.ingredients(model))
+                fields, ingredients = prepared.arguments, prepared.ingredients(model)
             else:
-                ingredients = synthetic_ingredients(workload, model, samples, work.seed)
-                trainer = Trainer(model, make_arguments(), **ingredients)
+                fields, ingredients = {}, synthetic_ingredients(workload, model, samples, work.seed)
+            arguments = trainer_arguments(candidate, work.devices.kind, effort, output_dir, work.seed, **fields)
+            trainer = Trainer(model, arguments, **ingredients)
             settings = dict(applied_settings(candidate.arm))
             most_bytes = 0 if work.as_measured else work.cap_bytes // 2
             if work.layers is not None and "checkpointed_layers" in settings:

@@ -346,6 +346,7 @@ class StepTimer(StepListener):
             share = self._busy.share
             kinds = self._busy.seconds_by_kind
             measured = replace(measured, gpu_busy_share=share, gpu_seconds_by_kind=kinds)
+        self.pending = measured
         self._on_enough(measured)
 
     def takes(self, batch: Any) -> None:

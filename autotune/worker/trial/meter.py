@@ -33,6 +33,7 @@ from autotune.core.real_training import PeakBytes
 from autotune.devices import nvml
 from autotune.devices.gpus import MOST_CONTEXT_BYTES
 from autotune.worker.failures import classify
+from autotune.worker.trial.step_checks import NotTrainedError
 
 
 class Meter:
@@ -220,10 +221,18 @@ def failure_of(
     if meter is not None:
         meter.lift_limit()
         peaks = meter.peaks()
-    outcome = classify(error, during=during, on_cpu=on_cpu, peaks=peaks, cap_bytes=cap_bytes)
+    outcome: OutOfMemory | Failed
+    if isinstance(error, NotTrainedError):
+        text = f"autotune: {error}"
+        outcome = Failed(error.reason, str(error), during=during)
+        if error.is_out_of_memory and peaks is not None:
+            outcome = OutOfMemory(str(error), "device", during, peaks.allocated, peaks.reserved)
+    else:
+        outcome = classify(error, during=during, on_cpu=on_cpu, peaks=peaks, cap_bytes=cap_bytes)
+        text = outcome.traceback if isinstance(outcome, Failed) else outcome.message
     # After running out of host memory there may be none left for printing.
     with contextlib.suppress(MemoryError):
-        print(outcome.traceback if isinstance(outcome, Failed) else outcome.message, file=sys.stderr)
+        print(text, file=sys.stderr)
     return outcome
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -37,11 +36,11 @@ from autotune.worker.private.transformers import change_train_sampler
 from autotune.worker.rendezvous import Ranks, prepare_deepspeed
 from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.build import (
-    built_or_on_meta,
     check_attends_to_all,
+    check_devices,
     check_liger_knows,
     check_shared_by,
-    in_deepspeeds_dtype,
+    model_for,
     shard_from_meta,
 )
 from autotune.worker.trial.cores import pin_to_one_core
@@ -94,13 +93,16 @@ _EXCHANGES = 2
 
 
 class LeftOutInputs:
-    """Holds copies of a micro-step's inputs, one for each micro-step that the trial leaves out."""
+    """Holds copies of a micro-step's inputs, one for each of ``micro_steps`` that the ``Trainer`` does not run.
 
-    def __init__(self, trainer: Any, left_out: int, on_batch: Callable[[Any], None] = lambda _: None) -> None:
+    They are on the device, as the inputs of a whole step would be.
+    """
+
+    def __init__(self, trainer: Any, micro_steps: int, on_batch: Callable[[Any], None] = lambda _: None) -> None:
         """Wrap the trainer's loading of batches, to copy inputs. ``on_batch`` is called with every batch."""
         self.micro_batch_bytes: int | None = None
         """Bytes that the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
-        self._left_out = left_out
+        self._left_out = max(0, micro_steps - trainer.args.gradient_accumulation_steps)
         self._held: list[list[torch.Tensor]] = []
         self._exchanges = 0
         self._device_type = trainer.args.device.type
@@ -287,6 +289,10 @@ class Trial:
         os.environ.update(launch_variables(arm))
         prepared = self._open_dataset()
         schedule = self._schedule(prepared) if prepared else None
+        self._phases.enter("model")
+        if arm.zero_stage is not None:
+            prepare_deepspeed(self._device_kind, self._ranks.count, offloads=arm.offloads_optimizer)
+        fields = training_arguments(self._candidate, known_fields(), self._device_kind)
         make_arguments = functools.partial(
             trainer_arguments,
             self._candidate,
@@ -297,15 +303,9 @@ class Trial:
             repeats=schedule.repeats if schedule else 0,
             **(prepared.arguments if prepared else {}),
         )
-        self._phases.enter("model")
-        if arm.zero_stage is not None:
-            prepare_deepspeed(self._device_kind, self._ranks.count, offloads=arm.offloads_optimizer)
         # Once transformers knows of ZeRO-3, it shards a model while it builds it.
         arguments = make_arguments() if arm.zero_stage == 3 else None
-        workload = self._workload if arm.zero_stage is None else in_deepspeeds_dtype(self._workload, arm.precision)
-        model, is_on_meta = built_or_on_meta(
-            workload, arm.attn_implementation, self._meter.device, shards=arm.is_sharded, compiles=arm.torch_compile
-        )
+        model, is_on_meta = model_for(fields, self._workload, arm.attn_implementation, self._meter.device)
         self._meter.reset_peaks()
         self._phases.enter("trainer")
         if arm.use_liger_kernel:
@@ -313,9 +313,9 @@ class Trial:
         if arm.context_parallel > 1:
             check_attends_to_all(model)
         arguments = arguments or make_arguments()
-        results: list[Measurement] = []
+        check_devices(arguments, self._ranks.count)
         run = schedule.run if schedule else None
-        timer = self._make_timer(results.append, schedule=schedule, run=run, of=arguments.max_steps)
+        timer = self._make_timer(lambda _: None, schedule=schedule, run=run, of=arguments.max_steps)
         if prepared is not None:
             ingredients = prepared.ingredients(model)
         else:
@@ -328,7 +328,7 @@ class Trial:
         if sizes := parallelism(arm):
             check_shared_by(trainer, sizes)
         if is_on_meta:
-            shard_from_meta(trainer, workload)
+            shard_from_meta(trainer, self._workload)
         self._host_bytes = most_host_bytes()
         apply(trainer, **applied_settings(arm))
         # FLOPs within compiled code and other libraries' kernels are not seen, and patches of images are no tokens.
@@ -337,11 +337,7 @@ class Trial:
             self._arithmetic.count_first(trainer)
         if arm.cuda_graphs:
             self._watch_graphs(trainer.training_step)
-        if arguments.n_gpu > 1:
-            raise RuntimeError(f"{arguments.n_gpu} GPUs are visible to the trial; exactly one was expected")
-        if arguments.world_size != self._ranks.count:
-            raise RuntimeError(f"the Trainer sees {arguments.world_size} ranks; {self._ranks.count} were started")
-        self._hold_inputs(trainer, timer.takes)
+        self._inputs = LeftOutInputs(trainer, self._candidate.gradient_accumulation_steps, timer.takes)
         watch = LossWatch(trainer)
         self._prepare(trainer)
         self._phases.enter("train")
@@ -355,10 +351,9 @@ class Trial:
             traceback.print_exc()
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        measured = results[0] if results else timer.pending
-        if measured is None:
+        if timer.pending is None:
             return Failed("error", "training ended before enough steps were measured", during="train")
-        return self._completed_by(trainer, measured, loss)
+        return self._completed(timer.pending, loss, trainer)
 
     def _prepare(self, trainer: Any) -> None:
         """Prepare a ``Trainer`` further before it trains; for subclasses."""
@@ -382,23 +377,21 @@ class Trial:
             **others,
         )
 
-    def _completed_by(self, trainer: Any, measured: Measurement, train_loss: float | None) -> Completed:
-        """Return the outcome of a ``Trainer``'s training, with the trainer's settings that an export needs."""
-        divides, stock = getattr(trainer, "divides_by_accumulation", False), stock_settings(trainer)
-        told = dataclasses.replace(measured, divides_loss=divides, stock_settings=tuple(stock.items()))
-        return self._completed(told, train_loss)
+    def _completed(self, measured: Measurement, train_loss: float | None, trainer: Any = None) -> Completed:
+        """Return the outcome with the measurement, completed by what the trial itself recorded.
 
-    def _completed(self, measured: Measurement, train_loss: float | None) -> Completed:
-        """Return the outcome with the measurement, completed by what the trial itself recorded."""
-        micro_batch_bytes = self._inputs.micro_batch_bytes if self._inputs else None
+        The settings of a ``trainer`` that an export needs are part of it.
+        """
         return Completed(
             dataclasses.replace(
                 measured,
                 train_loss=train_loss,
                 cpu_core=self._cpu_core,
-                micro_batch_bytes=micro_batch_bytes,
+                micro_batch_bytes=self._inputs.micro_batch_bytes if self._inputs else None,
                 host_bytes_to_build=self._host_bytes,
                 sample_flops=self._sample_flops(),
+                divides_loss=getattr(trainer, "divides_by_accumulation", False),
+                stock_settings=tuple(stock_settings(trainer).items()) if trainer is not None else (),
             )
         )
 
@@ -420,12 +413,6 @@ class Trial:
     def _watch_graphs(self, steps: GraphedSteps) -> None:
         """Report replays and captures of CUDA graphs to the checks and the shapes."""
         steps.on_replay, steps.on_capture = self._checks.watch.take_replay, self._shapes.take_capture
-
-    def _hold_inputs(self, trainer: Any, on_batch: Callable[[Any], None]) -> None:
-        """Keep the inputs of skipped micro-steps on the device, as a whole step would."""
-        run = trainer.args.gradient_accumulation_steps
-        left_out = max(0, self._candidate.gradient_accumulation_steps - run)
-        self._inputs = LeftOutInputs(trainer, left_out, on_batch)
 
     def _open_dataset(self) -> PreparedDataset | None:
         """Open the user's dataset, if there is one, and set the number of warm-up steps.
@@ -464,15 +451,5 @@ class Trial:
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
         """Return the outcome of a trial that ended with an exception, and print the exception to the log."""
-        during = self._phases.current
-        if isinstance(error, NotTrainedError):
-            self._meter.lift_limit()
-            print(f"autotune: {error}", file=sys.stderr)
-            if not error.is_out_of_memory:
-                return Failed(error.reason, str(error), during=during)
-            peaks = self._meter.peaks()
-            return OutOfMemory(
-                str(error), during=during, peak_allocated_bytes=peaks.allocated, peak_reserved_bytes=peaks.reserved
-            )
         meter = self._meter if self._is_open else None
-        return failure_of(error, meter, during, self._cap_bytes, on_cpu=self._device_kind == "cpu")
+        return failure_of(error, meter, self._phases.current, self._cap_bytes, on_cpu=self._device_kind == "cpu")

@@ -19,7 +19,7 @@ from autotune.training import apply
 from autotune.worker.arrays import arrays_in
 from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
-from autotune.worker.trial.run import TrainerSteps, known_fields
+from autotune.worker.trial.run import LeftOutInputs, TrainerSteps, known_fields
 from autotune.worker.trial.step_checks import LossWatch
 from autotune.worker.user.code import UserCodeError
 from autotune.worker.user.inspection import length
@@ -192,7 +192,7 @@ class TrainerTrial(OwnTrial):
         args = trainer.args
         self._warm_up_loading(args.dataloader_num_workers, args.dataloader_prefetch_factor)
         self._timer = self._make_timer(lambda measured: self._end(self._measured(measured, trainer, watch)), run=run)
-        self._hold_inputs(trainer, self._record_batch)
+        self._inputs = LeftOutInputs(trainer, self._candidate.gradient_accumulation_steps, self._record_batch)
         trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
         args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
@@ -233,4 +233,4 @@ class TrainerTrial(OwnTrial):
         """Return the outcome of a measurement; a failure where the loss is not finite."""
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        return self._completed_by(trainer, measured, mean_train_loss(trainer))
+        return self._completed(measured, mean_train_loss(trainer), trainer)

@@ -23,7 +23,7 @@ from autotune.worker import process
 from autotune.worker.dataset.prepared import PreparedDataset
 from autotune.worker.facts import package_versions
 from autotune.worker.rendezvous import prepare_deepspeed
-from autotune.worker.trial.build import built_or_on_meta, in_deepspeeds_dtype, shard_from_meta
+from autotune.worker.trial.build import check_devices, model_for, shard_from_meta
 from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.meter import Meter, failure_of, open_meter
 from autotune.worker.trial.step_checks import LossWatch, on_each_micro_step, skipped_steps
@@ -223,20 +223,12 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
         offloads = "offload_optimizer" in work.arguments["deepspeed"]["zero_optimization"]
         prepare_deepspeed(work.devices.kind, work.devices.ranks, offloads=offloads)
     made = TrainingArguments(**{**work.arguments, **fixed})
+    check_devices(made, work.devices.ranks)
     # The model is built after the arguments, as in scripts: ZeRO-3 then shards it while it is built.
-    built = workload
-    if "deepspeed" in work.arguments:
-        built = in_deepspeeds_dtype(workload, "bf16" if made.bf16 else "fp16" if made.fp16 else "fp32")
-    model, is_on_meta = built_or_on_meta(
-        built, work.attn_implementation, meter.device, shards=bool(made.fsdp), compiles=made.torch_compile
-    )
-    if made.n_gpu > 1:
-        raise RuntimeError(f"{made.n_gpu} GPUs are visible; exactly one was expected")
+    model, is_on_meta = model_for(work.arguments, workload, work.attn_implementation, meter.device)
     saved_bytes = checkpoint_bytes(model, only_trained=bool(workload.peft))
     if saved_bytes > min(_MOST_SAVED_BYTES, shutil.disk_usage(output_dir).free // 2):
         watch.unsaved_bytes = saved_bytes
-    if made.world_size != work.devices.ranks:
-        raise RuntimeError(f"the Trainer sees {made.world_size} ranks; {work.devices.ranks} were expected")
     evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
     if dataset is not None:
         ingredients = dataset.ingredients(model, evaluated)
@@ -246,7 +238,7 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
         ingredients["eval_dataset"] = synthetic_dataset(workload, model, evaluated, work.seed)
     trainer = Trainer(model=model, args=made, callbacks=[watch], **ingredients)
     if is_on_meta:
-        shard_from_meta(trainer, built)
+        shard_from_meta(trainer, workload)
     trainer = apply(trainer, **work.applied)
     on_each_micro_step(trainer, watch.count)
     losses = LossWatch(trainer)
