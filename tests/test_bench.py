@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import warm
 from bench import OURS, search
+from checkout import ROOT
 from replay import RecordedPredictions, RecordedRunner, job_of, landscapes, predictions_path, prepared_for
 
 from autotune.core.candidate import Arm, Candidate
@@ -14,7 +15,6 @@ from autotune.core.outcome import Effort
 from autotune.store.repository import Store
 from autotune.tuning.forecast import forecast_of
 
-ROOT = Path(__file__).resolve().parents[1]
 WITHIN = 0.01
 
 # Trials and out-of-memory trials: until one is within 1 % of the best, and until the search ends.

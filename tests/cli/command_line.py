@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import warm
+from checkout import ROOT
 from printed import without_waits
 
 from autotune.cli.main import main
-
-ROOT = Path(__file__).resolve().parents[2]
 
 COLD = pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.whole)], ids=["warm", "cold"])
 """For what starts cold in ``make test-whole`` alone: seconds each, for imports that another cold start shows, too."""
@@ -74,6 +73,12 @@ def run_process(*arguments: str, folder: Path, cold: bool = False, **variables: 
             timeout=280,
         )
     return Ran(ended.returncode, ended.stdout, without_waits(ended.stderr))
+
+
+def start(*arguments: str, folder: Path, **options: Any) -> subprocess.Popen[Any]:
+    """Start a command in a process of its own, in ``folder``; see ``Popen`` for the options."""
+    options = {"env": environment(), "stdin": subprocess.DEVNULL, **options}
+    return warm.Popen(command(*arguments), cwd=folder, **options)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-import warm
-from command_line import TINY_SEARCH, Studied, command, environment, run_process
+from command_line import TINY_SEARCH, Studied, environment, run_process, start
 from processes import all_gone, children, processes_named, wait_until
 
 # Trials of half a second or more each, so that a signal meets one under way.
@@ -24,15 +23,8 @@ class Search:
 
     def __init__(self, folder: Path, words: tuple[str, ...]) -> None:
         self.folder = folder
-        self._process = warm.Popen(
-            command(*TINY_SEARCH, *words),
-            cwd=folder,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self._process = start(*TINY_SEARCH, *words, folder=folder, text=True, **pipes)
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, args=[self._process.stderr], daemon=True)
         self._reader.start()
@@ -151,14 +143,8 @@ def test_of_a_verification_leaves_nothing_behind_where_a_batch_system_ends_it(st
     def trainers() -> list[int]:
         return processes_named("autotune.worker.verify", children(verifier.pid))
 
-    verifier = warm.Popen(
-        command("verify", studied.name, "--storage", studied.storage),
-        cwd=tmp_path,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    unread = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    verifier = start("verify", studied.name, "--storage", studied.storage, folder=tmp_path, **unread)
     try:
         assert wait_until(lambda: bool(trainers()), 120)
         (trainer,) = trainers()

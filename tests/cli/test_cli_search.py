@@ -11,8 +11,7 @@ import subprocess
 import termios
 from pathlib import Path
 
-import warm
-from command_line import TINY_SEARCH, Studied, command, environment, run_process
+from command_line import TINY_SEARCH, Studied, command, environment, run_process, start
 from processes import wait_until
 
 from autotune.cli.output import wrapped
@@ -112,14 +111,8 @@ def test_a_terminal_sees_a_status_line(tmp_path: Path) -> None:
     """On a pseudo-terminal of 20 columns: what happens now is shown, and gone at the end."""
     ours, theirs = _terminal(20)
     options = ("--effective-batch", "8", "--trials", "1")
-    search = warm.Popen(
-        command(*TINY_SEARCH, *options),
-        cwd=tmp_path,
-        env={**environment(), "TERM": "xterm-256color"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
+    env = {**environment(), "TERM": "xterm-256color"}
+    search = start(*TINY_SEARCH, *options, folder=tmp_path, env=env, stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     shown = _read_to_end(ours)
     assert wait_until(lambda: search.poll() is not None, 60)
@@ -141,9 +134,7 @@ def test_a_terminal_shows_no_line_that_is_wider(studied: Studied, tmp_path: Path
     """Longer ones are broken between words, and go on indented; a file gets them whole."""
     show = ("show", studied.name, "--storage", studied.storage)
     ours, theirs = _terminal(60)
-    shower = warm.Popen(
-        command(*show), cwd=tmp_path, env=environment(), stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs
-    )
+    shower = start(*show, folder=tmp_path, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = _read_to_end(ours).decode()
     assert wait_until(lambda: shower.poll() is not None, 60)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import warm
+from checkout import ROOT
 
 from autotune.core.units import MIB
 
-ROOT = Path(__file__).resolve().parents[2]
 CODE = ROOT / "tests" / "own_code"
 
 

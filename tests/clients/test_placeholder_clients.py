@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import warm
+from checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CODES = Path(__file__).resolve().parent / "codes"
 
 

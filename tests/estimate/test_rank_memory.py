@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import warm
+from checkout import ROOT
 
 from autotune.core.candidate import Arm
 from autotune.core.ceiling import Ceiling
@@ -236,8 +237,6 @@ def test_peaks_of_a_rank_are_those_of_two_h200() -> None:
         assert abs(row["allocated_error"]) < 0.001, row
         assert abs(row["reserved_error"]) < bounds.get(row["strategy"][:4], 0.015), row
 
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # Four architectures whose code is the same in the transformers that measured (5.17) and the one pinned here.
 RECORDED = dict.fromkeys(

@@ -13,6 +13,7 @@ import pytest
 import warm
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
+from checkout import ROOT
 from frozen_databases import later_migration, run_sql, write_frozen
 
 import autotune
@@ -24,8 +25,6 @@ from autotune.store.location import resolve_location
 from autotune.store.opening import migrations_folder, open_store
 from autotune.store.records import LeftOut, StopReason, StudyRecord, TrialRecord
 from autotune.store.tables import PREFIX, VERSION_TABLE, Base
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
