@@ -59,7 +59,7 @@ def process(gate: Path) -> Iterator[SearchProcess]:
     process = SearchProcess(None, lambda *_: None)
     yield process
     process.tell_to_end()
-    process.wait(10.0)
+    process.wait(60.0)
 
 
 def work(name: str) -> Work:

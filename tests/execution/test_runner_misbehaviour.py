@@ -381,7 +381,7 @@ def test_where_no_temporary_file_can_be_made_a_trial_says_so(
         assert outcome.message.startswith("no temporary folder can be made: ")
         assert outcome.message.endswith("; set TMPDIR to a folder that can be written")
         with pytest.raises(TrialServerError, match="could not be inspected: no temporary folder can be made"):
-            runner.inspect(5.0)
+            runner.inspect(60.0)
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def running(database: Path) -> Iterator[int]:
             yield server.server_port
         finally:
             server.shutdown()
-            thread.join(10)
+            thread.join(60)
 
 
 @pytest.fixture(scope="module")
