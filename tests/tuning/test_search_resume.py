@@ -7,11 +7,13 @@ import select
 import signal
 import sqlite3
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from machine import Machine, uuid_of
+from messages import check_refusals
 from recorded import EFFECTIVE_64, ComputedRunner, RecordedRunner
 from searching import (
     BERT_LARGE,
@@ -28,7 +30,7 @@ from searching import (
 )
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.errors import InvalidRequestError, StorageError
+from autotune.core.errors import StorageError
 from autotune.core.outcome import Completed, Failed
 from autotune.core.units import GIB, MIB
 from autotune.results.report import load_report
@@ -94,54 +96,27 @@ class TestGoingOn:
 
 
 class TestRefused:
-    def is_refused(self, store: Store, given: Prepared, named: str) -> None:
-        interrupted_search(store, 2)
-        with pytest.raises(InvalidRequestError) as caught:
-            search(store, RecordedRunner(EFFECTIVE_64), given=given)
-        assert named in caught.value.message
-
-    @pytest.mark.parametrize(
-        ("options", "named"),
-        [
-            ({"effective_batch": 128}, "effective_batch: 64, now 128"),
-            ({"precisions": ("bf16",)}, "precision: not given, now bf16"),
-        ],
-    )
-    def test_other_options_are_named(self, store: Store, options: dict[str, Any], named: str) -> None:
+    def test_messages_of_other_studies(self, store: Store) -> None:
         first = interrupted_search(store, 2)
         runner = RecordedRunner(EFFECTIVE_64)
-        with pytest.raises(InvalidRequestError) as caught:
-            search(store, runner, **options)
-        assert named in caught.value.message
-        assert "'bert'" in caught.value.message
-        assert "--study" in caught.value.hint
+        fewer_layers = {"config": {**BERT_LARGE.config, "num_hidden_layers": 12}}
+        packages = {"torch": "2.14.0", "transformers": "5.23.0"}
+        cases: dict[str, dict[str, Any]] = {
+            "another batch": {"effective_batch": 128},
+            "a precision": {"precisions": ("bf16",)},
+            **{
+                name: {"given": prepare(request(workload=dataclasses.replace(BERT_LARGE, **changes)), FACTS)}
+                for name, changes in {"another length": {"seq_len": 128}, "fewer layers": fewer_layers}.items()
+            },
+            "another driver": {"given": with_environment(prepared(), driver="600.1")},
+            "another GPU": {"given": with_environment(prepared(), device_name="NVIDIA A100")},
+            "another torch": {"given": with_environment(prepared(), packages=packages)},
+        }
+        calls = {name: partial(search, store, runner, **options) for name, options in cases.items()}
+        check_refusals("other-studies", calls, store.path.parent)
         assert runner.jobs == []
         assert store.study("bert") == first.study
         assert store.trials(first.study.id) == first.trials
-
-    @pytest.mark.parametrize(
-        ("workload", "named"),
-        [
-            (dataclasses.replace(BERT_LARGE, seq_len=128), "seq_len: 512, now 128"),
-            (
-                dataclasses.replace(BERT_LARGE, config={**BERT_LARGE.config, "num_hidden_layers": 12}),
-                "config.num_hidden_layers: 24, now 12",
-            ),
-        ],
-    )
-    def test_another_workload_is_named(self, store: Store, workload: Any, named: str) -> None:
-        self.is_refused(store, prepare(request(workload=workload), FACTS), named)
-
-    @pytest.mark.parametrize(
-        ("changed", "named"),
-        [
-            ({"driver": "600.1"}, "driver: '580.159.04', now '600.1'"),
-            ({"device_name": "NVIDIA A100"}, "device_name: 'NVIDIA H200', now 'NVIDIA A100'"),
-            ({"packages": {"torch": "2.14.0", "transformers": "5.23.0"}}, "packages.torch: '2.13.0', now '2.14.0'"),
-        ],
-    )
-    def test_another_machine_is_named(self, store: Store, changed: dict[str, Any], named: str) -> None:
-        self.is_refused(store, with_environment(prepared(), **changed), named)
 
     def test_on_another_card_of_the_model_everything_is_measured_again(self, store: Store) -> None:
         """What the first card measured stays in the record, and counts for nothing but the order."""
