@@ -10,6 +10,7 @@ from typing import IO
 
 import pytest
 from command_line import Ran, Run, Studied, command, environment, run_process
+from messages import check_messages
 
 from autotune.devices.listing import find_device
 
@@ -61,23 +62,17 @@ REQUESTS: list[tuple[str, int, tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (
-            "--lever padding_free=on --pad-to-max-length",
-            ("--pad-to-max-length", "--lever padding_free=on", "give one of the two"),
-        ),
-        ("--lever padding_free=on --pad-to-multiple-of 8", ("--pad-to-multiple-of", "--lever padding_free=on")),
-        ("--packing --lever padding_free=off", ("--lever padding_free=off", "--packing", "leave it out")),
-    ],
-)
-def test_settings_that_have_nothing_to_pad(words: str, named: tuple[str, ...], run: Run, folder: Path) -> None:
+def test_messages_of_settings_that_have_nothing_to_pad(run: Run, folder: Path) -> None:
     texts = folder / "texts.jsonl"
     texts.write_text('{"text": "a b c"}\n')
-    data = ("--dataset", str(texts), "--tokenizer", str(folder))
-    ran = run("search", "--model", "llama-3.2-1b", "--effective-batch", "8", *data, *words.split())
-    check_error(ran, 2, *named)
+    data = ("--effective-batch", "8", "--dataset", str(texts), "--tokenizer", str(folder))
+    free = "--lever padding_free=on"
+    told = {}
+    for line in (f"{free} --pad-to-max-length", f"{free} --pad-to-multiple-of 8", "--packing --lever padding_free=off"):
+        ran = run("search", "--model", "llama-3.2-1b", *data, *line.split())
+        check_error(ran, 2)
+        told[line] = ran.stderr.splitlines()
+    check_messages("nothing-to-pad", told)
 
 
 @pytest.mark.parametrize(("words", "code", "named"), REQUESTS, ids=[words for words, _, _ in REQUESTS])
