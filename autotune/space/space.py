@@ -258,8 +258,8 @@ class Space:
 
     arms: tuple[Arm, ...]
     batches: Batches
-    own_baseline: Candidate | None = None
-    """The user's own settings, where their own Trainer is measured."""
+    baseline: Candidate | None = None
+    """The ``TrainingArguments`` defaults, or the user's own settings: speed-ups are relative to these."""
     late: frozenset[str] = frozenset()
     """Settings that the best candidates may have besides, although no arm has them."""
     shapes_vary: bool = False
@@ -317,13 +317,6 @@ class Space:
     def has_arm(self, arm: Arm) -> bool:
         """Return whether an arm is in this space, with or without late settings except memory-saving ones."""
         return without(plain_loader(arm), self.late - self.resorts) in self.arms
-
-    def baseline(self, attn_implementation: str) -> Candidate:
-        """Return the ``TrainingArguments`` defaults, or the user's own settings: speed-ups are relative to these."""
-        if self.own_baseline is not None:
-            return self.own_baseline
-        batch, accumulation = self.batches.baseline()
-        return Candidate(Arm(attn_implementation=attn_implementation), batch, accumulation)
 
 
 def _precisions_for_dtype(workload: Workload) -> tuple[Precision, ...]:

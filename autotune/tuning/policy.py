@@ -140,7 +140,7 @@ class Acquisition(Policy):
         among = [each for each in among if judge.is_open(each) and not is_beaten(history, each)]
         if not among:
             return None
-        is_first = all(t.candidate == space.baseline(t.candidate.arm.attn_implementation) for t in history.tried)
+        is_first = all(t.candidate == space.baseline for t in history.tried)
         if is_first and (measured := [each for each in among if each in history.elsewhere]):
             # What other machines of the kind measured decides what is tried first, and nothing else.
             return max(measured, key=lambda each: history.elsewhere[each])

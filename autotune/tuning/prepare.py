@@ -128,16 +128,12 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
                 "allow one of these precisions with checkpointing, or leave it out",
             )
     arms = arms_with_strategies(arms, request, model)
-    batches, own = batches_of(request, model), model.own_candidate
-    if request.workload.source is not None and own is None:
+    batches, plain = batches_of(request, model), Arm(attn_implementation=default_attention)
+    if request.workload.source is not None:
         # A loop keeps its optimizer in the baseline, too; a script may have no name for fp32.
-        plain = next((arm for arm in arms if arm.precision == "fp32"), arms[0])
-        arm = Arm(plain.precision, attn_implementation=default_attention, optim=plain.optim)
-        own = Candidate(arm, *batches.baseline())
-    training = Training.of(request.workload, request.device.kind, request.ranks)
-    space = Space(arms, batches, own, late=late, shapes_vary=training.shapes_vary,
-                  multiples=length_multiples(request, model, batches))  # fmt: skip
-    baseline = space.baseline(default_attention)
+        known = next((arm for arm in arms if arm.precision == "fp32"), arms[0])
+        plain = replace(plain, precision=known.precision, optim=known.optim)
+    baseline = model.own_candidate or Candidate(plain, *batches.baseline())
     if request.ranks > 1:
         # Ranks that share samples cannot do so with the default strategy.
         arm = (
@@ -146,6 +142,9 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
             else replace(baseline.arm, strategy="ddp", ranks=request.ranks)
         )
         baseline = replace(baseline, arm=arm)
+    training = Training.of(request.workload, request.device.kind, request.ranks)
+    space = Space(arms, batches, baseline, late=late, shapes_vary=training.shapes_vary,
+                  multiples=length_multiples(request, model, batches))  # fmt: skip
     return Prepared(
         request,
         space,

@@ -49,7 +49,7 @@ class Shown:
         request = SearchRequest(WORKLOAD, DEVICE, effective_batch=64, objective=objective)
         arms = choose_arms(("bf16", "tf32"), "auto", ("sdpa",), request.optims, model_checkpoints=True)
         space = Space(arms, request.batches)
-        self.prepared = Prepared(request, space, space.baseline("sdpa"), CEILING, {}, MODEL)
+        self.prepared = Prepared(request, space, Candidate(Arm(), *space.batches.baseline()), CEILING, {}, MODEL)
         self.history = History(CEILING)
         self.view.begins(self.prepared, STUDY)
 

@@ -42,7 +42,7 @@ ALL_ARMS = arms()
 def with_baseline(space: Space, runner: RecordedRunner | ComputedRunner, cap_bytes: int = CAP_BYTES) -> History:
     """A history that begins as a search's does."""
     history = History(ceiling_of(cap_bytes))
-    run_candidate(space.baseline("sdpa"), runner, history)
+    run_candidate(Candidate(Arm(), *space.batches.baseline()), runner, history)
     return history
 
 
@@ -216,9 +216,8 @@ class TestThroughputOnFormulas:
         """Where everything recomputes, the defaults are faster; that is no reason not to grow the batch."""
         runner = ComputedRunner(lambda _: GIB, bert_seconds)
         space = Space(arms("fp32", checkpointing="on"), Batches(1024))
-        runner.faults[space.baseline("sdpa")] = [
-            Completed(measurement(space.baseline("sdpa"), 0.5 * bert_seconds(space.baseline("sdpa")), GIB, GIB))
-        ]
+        baseline = Candidate(Arm(), *space.batches.baseline())
+        runner.faults[baseline] = [Completed(measurement(baseline, 0.5 * bert_seconds(baseline), GIB, GIB))]
         alone = run_policy(Acquisition(space), runner, History(ceiling_of(CAP_BYTES)))
         beside = run_policy(Acquisition(space), runner, with_baseline(space, runner))
         answers = [h.fastest(t.candidate for t in h.tried if space.contains(t.candidate)) for h in (alone, beside)]

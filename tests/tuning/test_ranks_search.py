@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from histories import measured_at
 from messages import check_refusals
 from recorded import ComputedRunner
 from reported import report_of
@@ -37,6 +38,7 @@ from autotune.core.units import GIB
 from autotune.core.workload import Workload
 from autotune.devices import listing
 from autotune.devices.listing import devices_of_ranks, find_gpus
+from autotune.estimate.history import History
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.report import Report, load_report
 from autotune.results.text import report_lines
@@ -48,6 +50,7 @@ from autotune.tuning import options as tuning_options
 from autotune.tuning.allowed import check_inspected, check_request
 from autotune.tuning.narrator import Narrator
 from autotune.tuning.options import open_search
+from autotune.tuning.policy import Acquisition
 from autotune.tuning.prepare import Prepared, prepare
 from autotune.tuning.request import SearchRequest, request_from_document
 from autotune.tuning.run import run_search
@@ -151,6 +154,14 @@ def test_unused_parameters_are_left_to_ddp_where_there_are_some() -> None:
         prepared = prepare(of_two(), given)
         assert {arm.ddp_find_unused_parameters for arm in prepared.space.arms} == {expected}
         assert {(arm.strategy, arm.ranks) for arm in prepared.space.arms} == {("ddp", 2)}
+
+
+def test_other_machines_of_the_kind_decide_what_follows_on_the_baseline() -> None:
+    prepared = prepare(of_two(), facts())
+    history, slow = History(prepared.ceiling), prepared.space.candidate(prepared.space.arms[0], 8)
+    history.elsewhere[slow] = 100.0
+    history.add(measured_at(prepared.baseline, 1.0))
+    assert Acquisition(prepared.space).next(history) == slow
 
 
 def test_a_request_of_two_ranks_is_recorded_and_read_back() -> None:

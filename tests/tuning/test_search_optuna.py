@@ -232,7 +232,7 @@ def test_on_a_cpu_there_are_fewer_arms(store: Store) -> None:
 
 
 SPACE = Space(arms("bf16", "tf32"), Batches(64))
-BASELINE = SPACE.baseline("sdpa")
+BASELINE = Candidate(Arm(), *SPACE.batches.baseline())
 NAMES = distributions(SPACE, BASELINE, "tpe")
 
 
@@ -310,7 +310,7 @@ class TestDistributions:
     @given(st.integers(1, 512), st.sampled_from(SAMPLERS))
     def test_hold_every_candidate_and_the_baseline(self, effective_batch: int, sampler: SamplerName) -> None:
         space = Space(arms("bf16", "tf32"), Batches(effective_batch))
-        baseline = space.baseline("sdpa")
+        baseline = Candidate(Arm(), *space.batches.baseline())
         names = distributions(space, baseline, sampler)
         for candidate in [*every_candidate(space), baseline]:
             assert contains(names, params_of(candidate, names))
@@ -319,7 +319,7 @@ class TestDistributions:
         space = Space(
             arms("bf16"), Batches(64), late=frozenset({"length_multiple", "padding_free"}), multiples=(32, 512)
         )
-        names = distributions(space, space.baseline("sdpa"), "autotune")
+        names = distributions(space, Candidate(Arm(), *space.batches.baseline()), "autotune")
         for lever in space.late:
             arm = with_lever(space.arms[0], lever, space.late, space.multiples)
             assert arm.length_multiple in space.multiples
@@ -329,7 +329,7 @@ class TestDistributions:
     def test_a_lone_gpu_has_one_strategy_beside_none(self, sampler: SamplerName) -> None:
         offloaded = Arm("bf16", strategy="zero2-offload")
         space = Space((*arms("bf16"), offloaded), Batches(64))
-        names = distributions(space, space.baseline("sdpa"), sampler)
+        names = distributions(space, Candidate(Arm(), *space.batches.baseline()), sampler)
         for candidate in every_candidate(space):
             params = params_of(candidate, names)
             assert contains(names, params)
@@ -347,7 +347,9 @@ class TestDistributions:
         # Such a search is refused.
         assume(multiple is None or multiple <= most)
         space = Space(arms("bf16"), Batches(None, multiple=multiple, samples=samples))
-        batch = distributions(space, space.baseline("sdpa"), sampler)["per_device_train_batch_size"]
+        batch = distributions(space, Candidate(Arm(), *space.batches.baseline()), sampler)[
+            "per_device_train_batch_size"
+        ]
         assert isinstance(batch, IntDistribution)
         assert 1 <= batch.low <= batch.high <= most
         assert (batch.high - batch.low) % batch.step == 0
