@@ -91,16 +91,16 @@ def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wa
 
             waits = waits_with(note) if wait else None
             # The process on the node locks the devices there.
-            turn = stack.enter_context(take_turn((), names, database, wait=waits, note=note, is_taken=is_taken))
+            study, _ = stack.enter_context(take_turn((), names, database, wait=waits, note=note, is_taken=is_taken))
             store = store or stack.enter_context(open_store(storage))
-            stack.enter_context(hold_lease(store, turn.study, wait=waits))
+            stack.enter_context(hold_lease(store, study, wait=waits))
             # By this name the same command, started again after it was killed, finds the study's actor.
-            name = hashlib.sha256(f"{database}\0{turn.study}".encode()).hexdigest()[:32]
-            work = Work(name, turn.study, asked.work_options(), code=asked.code, wait=wait)
+            name = hashlib.sha256(f"{database}\0{study}".encode()).hexdigest()[:32]
+            work = Work(name, study, asked.work_options(), code=asked.code, wait=wait)
             work = replace(work, kind="resume" if asked.resumes else "search")
             _record_to_the_end(engine, work, store, storage, (host, devices), show, asked)
-            record = store.existing_study(turn.study)
-            return record, load_report(store, turn.study)
+            record = store.existing_study(study)
+            return record, load_report(store, study)
     finally:
         engine.close()
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autotune.core.device import Device
@@ -36,16 +36,6 @@ def waits_with(note: Note) -> Wait:
     return lambda text: note(text) if text is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """The study that a search has locked together with its devices."""
-
-    study: str
-    """The name of the study."""
-    has_waited: bool
-    """Whether another search had to end first."""
-
-
 @contextlib.contextmanager
 def take_turn(
     devices: Sequence[Device],
@@ -55,8 +45,8 @@ def take_turn(
     wait: Wait | None,
     note: Note,
     is_taken: Callable[[str], bool] = lambda name: False,
-) -> Iterator[Turn]:
-    """Lock the devices and the study for the duration of the block.
+) -> Iterator[tuple[str, bool]]:
+    """Lock devices and study for the block; yield the study's name, and whether another search had to end first.
 
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
     ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search holds them,
@@ -72,7 +62,7 @@ def take_turn(
             _note_missing_lock(error, note)
             if name is None:
                 name = study if isinstance(study, str) else next(each for each in study() if not is_taken(each))
-        yield Turn(name, has_waited)
+        yield name, has_waited
 
 
 @contextlib.contextmanager

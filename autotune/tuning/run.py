@@ -93,8 +93,8 @@ def run_search(
                 store = _opened(stack, storage)
             if store is None:
                 return False
-            study = store.study(name)
-            if study is not None and (why := what_differs(store, study, request)) is not None:
+            known = store.study(name)
+            if known is not None and (why := what_differs(store, known, request)) is not None:
                 others[name] = why
                 return True
             return store.leases.holder(name_of_study(name)) is not None
@@ -102,7 +102,7 @@ def run_search(
         # Two names of one file are the same study. A URL may contain a password, which its label leaves out.
         database = os.path.realpath(path) if path is not None else location.label
         name = request.study or functools.partial(study_names, request)
-        turn = stack.enter_context(
+        study, has_waited = stack.enter_context(
             take_turn(
                 request.devices,
                 name,
@@ -114,15 +114,14 @@ def run_search(
         )
         if others:
             other, why = next(iter(others.items()))
-            observer.note(f"this is not the search of the study {other} ({why}), and is named {turn.study}")
-        request = dataclasses.replace(request, study=turn.study)
-        folder = log_folder(storage, turn.study)
-        has_waited = turn.has_waited
+            observer.note(f"this is not the search of the study {other} ({why}), and is named {study}")
+        request = dataclasses.replace(request, study=study)
+        folder = log_folder(storage, study)
         if store is not None:
-            has_waited |= stack.enter_context(hold_lease(store, turn.study, wait=wait))
+            has_waited |= stack.enter_context(hold_lease(store, study, wait=wait))
             from autotune.tuning.studies import check_source
 
-            check_source(store, turn.study, request)
+            check_source(store, study, request)
         if has_waited:
             # The memory that another search held may be free by now.
             request = request.with_current_memory()
@@ -139,7 +138,7 @@ def run_search(
         def make_store() -> Store:
             """Open the database and hold the lease of the study."""
             made = _opened(stack, storage)
-            stack.enter_context(hold_lease(made, turn.study, wait=wait))
+            stack.enter_context(hold_lease(made, study, wait=wait))
             return made
 
         return _prepare_and_search(request, place, store, make_store, observer, folder)

@@ -21,7 +21,7 @@ from autotune.core.device import Device
 from autotune.core.errors import DeviceError, StorageError, TrialServerError
 from autotune.devices.lock import FOLDER_VARIABLE, Holder, Lock, LockError
 from autotune.tuning import exclusive
-from autotune.tuning.exclusive import Turn, take_turn
+from autotune.tuning.exclusive import take_turn
 from autotune.tuning.request import SearchRequest
 from autotune.tuning.run import run_search
 
@@ -97,12 +97,12 @@ def test_where_no_lock_can_be_kept_that_is_said_once(monkeypatch: pytest.MonkeyP
     notes: list[str] = []
     for name in ("ours", "ours"):
         with take_turn([cpu], name, "file.db", wait=print, note=notes.append) as turn:
-            assert turn == Turn("ours", has_waited=False)
+            assert turn == ("ours", False)
     assert len(notes) == 2
     assert notes[0].startswith("no lock can be kept in /proc/no/such: ")
     assert notes[0].endswith(f"Name another folder with {FOLDER_VARIABLE}")
-    with take_turn([cpu], lambda: map(str, range(9)), "", wait=None, note=print, is_taken="0".__eq__) as turn:
-        assert turn.study == "1"
+    with take_turn([cpu], lambda: map(str, range(9)), "", wait=None, note=print, is_taken="0".__eq__) as (study, _):
+        assert study == "1"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a link for another user")
@@ -160,8 +160,8 @@ class TestTurns:
 
         thread = threading.Thread(target=free)
         thread.start()
-        with take_turn([H200], "ours", "file.db", wait=notes.append, note=print) as turn:
-            assert turn.has_waited
+        with take_turn([H200], "ours", "file.db", wait=notes.append, note=print) as (_, has_waited):
+            assert has_waited
         thread.join()
         assert notes[1:] == [None]
         assert notes[0].startswith(f"waiting for cuda:0 (NVIDIA H200), which process {process.pid} of ")
@@ -179,8 +179,8 @@ class TestTurns:
     def test_a_cpu_is_shared_and_that_is_said(self, hold: Hold, cpu: Device) -> None:
         hold(cpu.uuid)
         notes: list[str] = []
-        with take_turn([cpu], "ours", "file.db", wait=None, note=notes.append) as turn:
-            assert not turn.has_waited
+        with take_turn([cpu], "ours", "file.db", wait=None, note=notes.append) as (_, has_waited):
+            assert not has_waited
         assert len(notes) == 1
         assert "searches on this CPU, too" in notes[0]
 
@@ -217,8 +217,8 @@ class TestNewStudies:
                 )
                 for device in devices
             ]
-        assert [turn.study for turn in turns] == ["bert-1", "bert-3", "bert-4"]
-        assert not any(turn.has_waited for turn in turns)
+        assert [study for study, _ in turns] == ["bert-1", "bert-3", "bert-4"]
+        assert not any(has_waited for _, has_waited in turns)
 
     @pytest.mark.parametrize("wait", [False, True])
     def test_two_searches_of_one_model_at_once(
