@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from autotune.cli.output import print_json, print_lines
-from autotune.cli.view import ConsoleView, open_view
+from autotune.cli.view import waiting
 from autotune.core.arguments import json_value
 from autotune.core.candidate import Document
 from autotune.core.errors import InvalidRequestError, ServiceError
 from autotune.core.options import BRINGS_CODE
 from autotune.service.client import Client, path_of
 from autotune.service.problems import error_of
-from autotune.tuning.narrator import status_line
 
 if TYPE_CHECKING:
     from autotune.engine.work import Message
     from autotune.results.report import Report
     from autotune.store.records import StudyRecord
-
-
-class _RemoteView(ConsoleView):
-    """Prints the lines that a search elsewhere says, and on a terminal what runs there now."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(console)
-        self._started = time.monotonic()
-        self.status: Document = {"running": "waiting for a device"}
-
-    def status_line(self, columns: int | None = None) -> str:
-        """Return the latest status of the search."""
-        return status_line(self.status, time.monotonic() - self._started, columns)
 
 
 # A prediction of a model that nobody asked for before takes a minute or two of the service's processor.
@@ -118,14 +102,13 @@ def search_on_cluster(
     from autotune.engine.elsewhere import Asked, search_elsewhere
 
     given = {name: value for name, value in options.items() if value is not None}
-    with open_view(_RemoteView) as view:
-        view.status = {"running": "looking for a node"}
+    with waiting("looking for a node") as view:
 
         def show(message: Message) -> None:
             if message.kind == "line":
                 view.print_line(str(message.document["text"]), message.document.get("style"))
             elif message.kind == "status":
-                view.status = message.document
+                view.shown = message.document
 
         return search_elsewhere(address, Asked(given, study, resumes), storage, show, wait=wait)
 
@@ -164,7 +147,7 @@ def print_verification(shown: Document, *, as_json: bool) -> None:
 
 def _watch(client: Client, search: Document) -> Document | None:
     """Show a service's search until its end; return its problem, if any. Raises ``ServiceError`` if cancelled."""
-    with open_view(_RemoteView) as view:
+    with waiting("waiting for a device") as view:
         if search["state"] == "finished":
             view.print_line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")
             return None
@@ -175,7 +158,7 @@ def _watch(client: Client, search: Document) -> Document | None:
             if event.kind == "line":
                 view.print_line(str(told["text"]), told.get("style"))
             elif event.kind == "status":
-                view.status = told
+                view.shown = told
             elif event.kind == "state":
                 state = told["state"]
                 if state == "failed":
@@ -184,5 +167,5 @@ def _watch(client: Client, search: Document) -> Document | None:
                     raise ServiceError(f"the search {search['study']!r} was cancelled", "submit it again to search on")
                 if state == "queued" and told.get("why"):
                     view.print_line(f"back in the queue: {told['why']}", "dim")
-                view.status = {"running": "waiting for a device" if state == "queued" else "starting"}
+                view.shown = {"running": "waiting for a device" if state == "queued" else "starting"}
     return None

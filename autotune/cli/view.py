@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
@@ -13,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from autotune.cli.output import as_printed, wrapped
-from autotune.core.units import format_seconds
-from autotune.tuning.narrator import Narrator
+from autotune.core.candidate import Document
+from autotune.tuning.narrator import Narrator, status_line
 
 # Without a terminal, so many seconds without a line are followed by one that says what runs. A choice.
 _QUIET_SECONDS = 20.0
@@ -23,16 +22,27 @@ _REFRESHES_PER_SECOND = 4
 _SPINNER_COLUMNS = 2
 
 
-class ConsoleView(ABC):
-    """Prints lines and, on a terminal, shows a status line below them."""
+class ConsoleView:
+    """Prints lines and, on a terminal, shows a status line with a clock below them."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, running: str = "") -> None:
         self._console = console
-        self._printed = time.monotonic()
+        self._started = self._printed = time.monotonic()
+        self.shown: Document = {"running": running}
+        """The status to show, with the keys of ``Narrator.status``."""
 
-    @abstractmethod
+    def status(self) -> Document:
+        """Return the current status."""
+        return self.shown
+
     def status_line(self, columns: int | None = None) -> str:
-        """Return the current status, without its less important part where it exceeds ``columns``."""
+        """Return the seconds since the start and the status, without the best trial where it exceeds ``columns``."""
+        return status_line(self.status(), time.monotonic() - self._started, columns)
+
+    def now(self, running: str) -> None:
+        """Print and show what runs now."""
+        self.shown = {"running": running}
+        self.print_line(running)
 
     def print_line(self, text: str, style: str | None = None) -> None:
         """Print a line without control characters, wrapped on a terminal."""
@@ -64,24 +74,6 @@ class View(Narrator, ConsoleView):
         Narrator.__init__(self, self.print_line)
 
 
-class Clock(ConsoleView):
-    """Shows what is waited for, and for how long."""
-
-    def __init__(self, console: Console, waits_for: str) -> None:
-        super().__init__(console)
-        self._waits_for = waits_for
-        self._started = time.monotonic()
-
-    def now(self, waits_for: str) -> None:
-        """Print and show what is waited for now."""
-        self._waits_for = waits_for
-        self.print_line(waits_for)
-
-    def status_line(self, columns: int | None = None) -> str:
-        """Return the elapsed seconds and what is waited for."""
-        return f"{format_seconds(time.monotonic() - self._started)}; {self._waits_for}"
-
-
 V = TypeVar("V", bound=ConsoleView)
 
 
@@ -102,6 +94,6 @@ def open_view(kind: Callable[[Console], V]) -> Iterator[V]:
         yield view
 
 
-def waiting(for_what: str) -> AbstractContextManager[Clock]:
-    """Show on stderr what is waited for, with a clock."""
-    return open_view(lambda console: Clock(console, for_what))
+def waiting(for_what: str) -> AbstractContextManager[ConsoleView]:
+    """Show the reason for a wait on stderr, with a clock."""
+    return open_view(lambda console: ConsoleView(console, for_what))

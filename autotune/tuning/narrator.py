@@ -27,7 +27,6 @@ class Narrator:
 
     def __init__(self, say: Callable[[str, str | None], None]) -> None:
         self._say = say
-        self._started = time.monotonic()
         self._prepared: Prepared | None = None
         self._is_table_begun = False
         self._idle = _PREPARING
@@ -101,10 +100,6 @@ class Narrator:
         ]
         words = {"running": ", ".join(trials) or self._idle, "best": self._best}
         return words if self._waits_for is None else {**words, "waits_for": self._waits_for}
-
-    def status_line(self, columns: int | None = None) -> str:
-        """Return the status in a line, with the seconds since the start."""
-        return status_line(self.status(), time.monotonic() - self._started, columns)
 
     def _begin_table(self) -> None:
         """Print the table's header once."""
