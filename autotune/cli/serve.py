@@ -127,6 +127,7 @@ def cancel(search: str, server: str | None) -> None:
 
 
 def _client(server: str | None) -> Client:
+    """Return the client of a service. Raises ``InvalidRequestError`` where no service was named."""
     from autotune.service.client import Client
 
     if server is None:

@@ -79,6 +79,7 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
 
 
 def _write_page(page: Path, text: str) -> None:
+    """Write a page to a file, or to stdout for ``-``."""
     if str(page) == "-":
         click.echo(text, nl=False)
     else:

@@ -31,7 +31,7 @@ class Variance:
     """Degrees of freedom: how many deviations from a mean it is worth."""
 
     def updated(self, sum_of_squares: float, degrees: float) -> Variance:
-        """Combine it with ``degrees`` more deviations whose squares add up to ``sum_of_squares``."""
+        """Return the variance with ``degrees`` more deviations, whose squares add up to ``sum_of_squares``."""
         total = self.degrees + degrees
         if total <= 0:
             return self
@@ -109,7 +109,7 @@ def _inflation(values: Sequence[float], mean: float, squares: float) -> float:
 
 
 def next_value(values: Sequence[float], variance: Variance, own_error: float = 0.0) -> Estimate:
-    """Predict one more value of a population, such as the next process's mean, from those that were seen.
+    """Predict one more value of a population, such as the next process's mean, from the known values.
 
     ``variance`` is that between values, with these values already in it. ``own_error`` is the standard error of the
     mean of ``values`` for reasons of their own (each was measured over a few steps only).

@@ -77,11 +77,13 @@ def check_images_fit(config: dict[str, Any], images: int, side: int, seq_len: in
 
 
 def _token_side(config: dict[str, Any]) -> int:
+    """Return the side, in pixels, of the square that becomes one token."""
     vision = config.get("vision_config") or {}
     return _patch_side(config) * int(vision.get("spatial_merge_size", 2))
 
 
 def _patch_side(config: dict[str, Any]) -> int:
+    """Return the side, in pixels, of one image patch."""
     vision = config.get("vision_config") or {}
     return int(vision.get("patch_size", _DEFAULT_PATCH[str(config["model_type"])]))
 
@@ -164,6 +166,7 @@ def infer_task(config: dict[str, Any]) -> Task:
 
 
 def _task_of_ending(architecture: str) -> Task | None:
+    """Return the task that the ending of a class name implies; ``None`` for another ending."""
     return next((task for ending, task in _TASK_OF_ENDING if architecture.endswith(ending)), None)
 
 

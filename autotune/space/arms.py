@@ -28,6 +28,7 @@ def changed(arm: Arm, **values: Any) -> Arm:
 # Cached: a search asks for the same arms again and again, for all its candidates after each trial.
 @cache
 def _changed(arm: Arm, values: tuple[tuple[str, Any], ...]) -> Arm:
+    """Return ``changed``, with the settings as a tuple, which can be a key of the cache."""
     other = dataclasses.replace(arm, **dict(values))
     idle = [
         row.name
@@ -41,7 +42,7 @@ def _changed(arm: Arm, values: tuple[tuple[str, Any], ...]) -> Arm:
 def with_lever(
     arm: Arm, name: str, among: Collection[str], multiples: tuple[int, int] = (LENGTH_MULTIPLE, ROW_MULTIPLE)
 ) -> Arm:
-    """Return an arm with a lever as it is tried first, and with the setting that the lever is part of.
+    """Return an arm with the first value of a lever to try, and with the setting that the lever is part of.
 
     Rows without padding are also filled if ``length_multiple`` is ``among`` the levers. ``multiples`` has the tokens to
     pad batches to multiples of, and to fill rows to.
@@ -171,7 +172,7 @@ def applied_settings(arm: Arm) -> dict[str, Any]:
 
 
 def levers_of(arm: Arm, names: Collection[str]) -> frozenset[str]:
-    """Return those of the named settings that an arm does not have at their defaults."""
+    """Return those of the settings ``names`` whose value in an arm is not the default."""
     return frozenset(name for name in names if getattr(arm, name) != _DEFAULTS[name])
 
 
@@ -182,7 +183,7 @@ def packages_of(arm: Arm) -> tuple[str, ...]:
 
 
 def is_traced(arm: Arm) -> bool:
-    """Return whether a trace with fake tensors shows what runs: only kernels of torch and transformers."""
+    """Return whether an arm runs only kernels of torch and transformers, which a trace with fake tensors shows."""
     return all(row.is_traced(getattr(arm, row.name)) for row in LEVERS if row.is_traced)
 
 

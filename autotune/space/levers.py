@@ -64,7 +64,7 @@ class Training:
 
     @classmethod
     def of(cls, workload: Workload, device_kind: str, ranks: int, layers: int | None = None) -> Training:
-        """Return what is known of the training of a workload on this number of ranks."""
+        """Return the facts about the training of a workload on this number of ranks."""
         data, source = workload.data, workload.source
         interface = source.interface if source is not None else CodeInterface()
         shapes_vary, pads = interface.shapes_vary is True, workload.padding > 0

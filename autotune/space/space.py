@@ -248,6 +248,7 @@ class Batches:
 
 
 def _divisors(number: int) -> list[int]:
+    """Return all divisors of a number, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 

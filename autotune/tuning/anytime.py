@@ -103,7 +103,7 @@ class Anytime:
         return bool(levers_of(arm, self._levers)) and arm not in self._saving
 
     def has_time(self, seconds: float, spent_seconds: float) -> bool:
-        """Return whether a trial of so many seconds may begin after what trials with levers have taken."""
+        """Return whether a trial of ``seconds`` may begin after trials with levers took ``spent_seconds``."""
         return spent_seconds + seconds <= _MOST_SECONDS
 
     def arms_that_save(self, history: History, among: Collection[Candidate]) -> list[Arm]:
@@ -119,7 +119,7 @@ class Anytime:
     def next(
         self, history: History, among: Collection[Candidate], *, usual_seconds: float, spent_seconds: float
     ) -> Idea | None:
-        """Return what promises most for its time; ``None`` where nothing is worth its trial.
+        """Return the candidate with the largest expected gain for its time; ``None`` where none is worth its trial.
 
         ``among`` are the candidates that may be recommended. A trial without a lever takes ``usual_seconds``, and those
         with one have taken ``spent_seconds`` so far.
@@ -147,7 +147,7 @@ class Anytime:
         return Idea(chosen, roots[chosen].candidate, most, usual_seconds + extra_seconds(history, chosen))
 
     def candidates(self, history: History, among: Collection[Candidate]) -> dict[Candidate, Tried]:
-        """Return what may be tried, each with the measured candidate that it differs from.
+        """Return the candidates that may be tried, each with the measured candidate that it differs from.
 
         A candidate that ran and left too little memory is also tried in expandable segments, and with levers at the
         next smaller batch.
@@ -174,7 +174,7 @@ class Anytime:
         return found
 
     def _with_one_more(self, history: History, candidate: Candidate, root: Tried) -> dict[Candidate, Tried]:
-        """Return a candidate with each further lever that it may have; the value of each is ``root``."""
+        """Return the variants of a candidate with one further lever, as keys whose values are all ``root``."""
         judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
         further = (
             self._with_lever(candidate, row, failed) for row in self._further_levers(candidate, failed, doubtful)
@@ -222,7 +222,7 @@ class Anytime:
                 yield from self._neighbours(candidate, larger=is_larger)[:1]
 
     def _with_lever(self, candidate: Candidate, row: Lever, failed: frozenset[str]) -> Candidate:
-        """Return a candidate with a lever and what belongs to it."""
+        """Return a candidate with a lever, and with the settings that the lever is tried together with."""
         arm = candidate.arm
         if PRIORS[row.name].is_unmasked:
             # Not pinned: a compiler has processes of its own, and a replayed graph needs no fast host.
@@ -269,7 +269,7 @@ class Anytime:
 
 
 def _failing(history: History) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the levers that are surely broken, and those that are perhaps."""
+    """Return the levers that are surely broken, and the levers that may be broken."""
     chances = Chances(history)
     return frozenset(chances.failing(_SURELY)), frozenset(chances.failing(_PERHAPS))
 

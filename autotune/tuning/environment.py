@@ -61,7 +61,7 @@ def measured_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def describe_environment(
     placement: Placement, workload: Workload, arms: Sequence[Arm], software: Software, measurement_revision: int
 ) -> Document:
-    """Combine what this process knows of the machine with the software that a process with torch reported."""
+    """Return the record of machine and software; a process with torch reported the ``software``."""
     device = placement.device
     # Of the optional packages only those that this search measures with: others may come and go.
     needed = {*packages_of_workload(workload), *(package for arm in arms for package in packages_of(arm))}
@@ -132,7 +132,7 @@ def is_same_machine(recorded: Document, today: Document) -> bool:
 
 
 def _machine(environment: Document) -> tuple[list[str | None], str | None]:
-    """Return what identifies a machine: the UUIDs of its devices, or for a CPU the host."""
+    """Return the identity of a machine: the UUIDs of its devices, and for a CPU the host."""
     uuids = environment.get("device_uuids") or [environment.get("device_uuid")]
     return sorted(uuids, key=str), environment.get("machine")
 

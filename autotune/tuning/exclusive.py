@@ -80,6 +80,7 @@ def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = N
 
 
 def _note_missing_lock(error: LockError, note: Note) -> None:
+    """Note that no lock can be kept, so that other searches are not noticed."""
     note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
 
 
@@ -158,6 +159,7 @@ def _wait_for(take: Callable[[], Holder | Lease | None], what: str, wait: Wait) 
 
 
 def _study_taken_error(study: str, holder: str) -> AutotuneError:
+    """Return the error for a study that another search holds."""
     return StorageError(
         f"the study {study!r} is searched by {holder}", "add --wait to wait for its end, or name another"
     )

@@ -223,7 +223,7 @@ class Search:
                 self._history.elsewhere[trial.candidate] = outcome.measurement.samples_per_second
 
     def _record_end(self, stop: Stop) -> None:
-        """Record that the search ended, why, the best trial, and what was left out."""
+        """Record the end of the search with its reason, the best trial, and the arms and levers that were left out."""
         # A signal may come between a trial's record and its run, or while its end is written.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         self._keep_best(
@@ -274,7 +274,7 @@ class Search:
             self._handle_next_report()
 
     def _check_same_training(self) -> bool:
-        """Compare the winner's training with the requested one; rule out levers that change it. Return if any do."""
+        """Compare the winner's training with the requested one. Rule out levers that change it; return if any do."""
         best = self._plan.best()
         if self._looker is None or best is None or self._interruption.asked:
             return False
@@ -295,7 +295,7 @@ class Search:
         return True
 
     def _rehearse_winner(self) -> bool:
-        """Rehearse a long run with the winner; return whether the search goes on with what needs less memory.
+        """Rehearse a long run with the winner; return whether the search goes on with candidates of less memory.
 
         The search goes on where the rehearsal runs out of memory and a smaller batch may not. Where no candidate
         passes, the first winner is the answer, with a warning.

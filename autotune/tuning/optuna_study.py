@@ -119,6 +119,7 @@ class OptunaStudy:
         self._report(trial, state, value, over_line_gib(outcome, self._ceiling, candidate.arm))
 
     def _report(self, trial: optuna.Trial, state: TrialState, value: float | None, excess: float | None) -> None:
+        """Report a trial's end to Optuna; ``excess`` is in GiB above the line, ``None`` where it is not known."""
         if excess is not None:
             trial.set_constraint(CONSTRAINT, excess)
         self._study.tell(trial, value, state)

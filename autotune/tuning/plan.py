@@ -114,7 +114,7 @@ class Plan:
             self.history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """Return a trial's outcome; a failure where it trained far fewer tensors than the baseline.
+        """Return the outcome, or a failure in its place where the trial trained far fewer tensors than the baseline.
 
         More than half are enough: an expert that no token of a few small batches reaches has no gradient, either.
         """
@@ -229,7 +229,7 @@ class Plan:
         return len(self.records) + len(self.pending) - self._again.excused - reused
 
     def next(self) -> Step | Literal["draw"] | None:
-        """Return what to run next, or ``DRAW``; ``None`` where there is nothing, for the reason that ``done`` returns.
+        """Return the next step, or ``DRAW``; ``None`` where there is none, for the reason that ``done`` returns.
 
         With trials running, ``None`` may also mean that their results are needed first.
         """
@@ -327,7 +327,7 @@ class Plan:
 
     @property
     def _awaits_a_result(self) -> bool:
-        """Whether a trial is running that may change what is worth a trial, as any but a final one may."""
+        """Whether a trial is running whose result may change the next proposal. That of a final trial does not."""
         return any(trial.stage != "final" for trial in self.pending.values())
 
     @property

@@ -175,7 +175,7 @@ def _largest_that_fit(space: Space, arm: Arm, batches: Sequence[int], chances: C
 def worth(
     history: History, model: SpeedModel, among: list[Candidate], best: float | None, usual_seconds: float | None = None
 ) -> Floats:
-    """Return the value of each candidate for a second of its trial; 0 where it is not worth a trial.
+    """Return the expected gain of each candidate per second of its trial; 0 where it is not worth a trial.
 
     ``best`` is the speed to beat, in samples a second. A trial takes ``usual_seconds`` (``None``: the expected seconds
     of its steps) and the seconds to compile.

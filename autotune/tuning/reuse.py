@@ -122,6 +122,7 @@ class Library:
         return converted
 
     def _at_any_accumulation(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
+        """Yield the completed trials of a candidate's arm and per-device batch, with their outcomes."""
         for past in self._completed.get((candidate.arm, candidate.per_device_train_batch_size), ()):
             assert isinstance(past.trial.outcome, Completed)
             yield past, past.trial.outcome
@@ -228,4 +229,5 @@ def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
 
 
 def _source_of(past: PastTrial, *, derived: bool) -> Source:
+    """Return the reference to an earlier trial, for the outcome that is taken from it."""
     return Source(past.trial.id, past.study, past.trial.number, derived)

@@ -436,7 +436,7 @@ def _check_read(request: SearchRequest, workload: Workload) -> None:
 
 
 def dry_run_document(request: SearchRequest, storage: str) -> dict[str, Any]:
-    """Return as JSON-ready data what a search would try and predict, and where it would write.
+    """Return as JSON-ready data the candidates and predictions of a search, and the files that it would write.
 
     ``predicted`` is the output of ``predict`` for a GPU; ``None`` on a CPU, which has no predictions.
     """

@@ -123,6 +123,7 @@ def check_source(store: Store, name: str, request: SearchRequest) -> None:
 
 
 def _refuse_changes(known: StudyRecord, changed: Sequence[str]) -> None:
+    """Raise ``InvalidRequestError`` where there are differences from a recorded study."""
     if changed:
         raise InvalidRequestError(
             f"the study {known.name!r} was made with other settings ({'; '.join(changed)})",
