@@ -121,7 +121,7 @@ def best_of(runner: RecordedRunner, ceiling: Ceiling) -> float:
 def is_within(trial: Replayed, goal: float, ceiling: Ceiling) -> bool:
     """Whether the trial is feasible and as fast as the goal."""
     measured = trial.outcome.measurement if isinstance(trial.outcome, Completed) else None
-    if measured is None or not ceiling.fits(measured.peak_reserved_bytes):
+    if measured is None or not ceiling.bounds.fits(measured.peak_reserved_bytes):
         return False
     return measured.samples_per_second >= goal
 

@@ -387,5 +387,5 @@ def _key(question: Document) -> str:
 def feasible(runner: RecordedRunner, ceiling: Ceiling) -> Iterator[tuple[Candidate, Cell]]:
     """Recorded cells that completed and stay under the line."""
     for candidate, cell in runner.recorded:
-        if cell["state"] == "ok" and ceiling.fits(cell["peak_reserved_mib"] * MIB):
+        if cell["state"] == "ok" and ceiling.bounds.fits(cell["peak_reserved_mib"] * MIB):
             yield candidate, cell

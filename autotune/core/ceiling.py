@@ -149,10 +149,6 @@ class Ceiling:
         """The cap and the line, without the free memory and headroom that they are computed from."""
         return Bounds(self.cap_bytes, self.line_bytes)
 
-    def fits(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> bool:
-        """Return whether a trial with this peak is feasible; see ``excess_bytes``."""
-        return self.excess_bytes(peak_reserved_bytes, context_bytes) <= 0
-
     def excess_bytes(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> int:
         """Return by how many bytes a trial exceeds what a feasible trial may use; 0 or less for a feasible trial.
 

@@ -232,7 +232,7 @@ class MemoryModel:
         return replace(
             predicted,
             peak_reserved_bytes=reserved,
-            runs_out=not self._ceiling.fits(reserved),
+            runs_out=not self._ceiling.bounds.fits(reserved),
             fits=self._fits(arm, reserved, margin=0.0),
         )
 

@@ -95,7 +95,7 @@ def expert_of(report: Report) -> Expert | None:
     while (larger := _larger(report, candidate)) is not None and not report.history.is_ruled_out(larger):
         batch = larger.per_device_train_batch_size
         is_known = len(peaks) > 1 and batch <= farthest
-        if is_known and not report.ceiling.fits(int(_on_line(peaks, batch))):
+        if is_known and not report.ceiling.bounds.fits(int(_on_line(peaks, batch))):
             break
         # A larger batch that took no longer says nothing: the difference is noise.
         if not is_known or (seconds := _on_line(times, batch)) <= times[-1][1]:

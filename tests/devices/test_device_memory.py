@@ -165,10 +165,10 @@ class TestCeiling:
             return
         assert 0 < ceiling.line_bytes <= ceiling.cap_bytes == reachable - context_bytes <= reachable
         assert ceiling.line_bytes + ceiling.headroom_bytes == ceiling.cap_bytes
-        assert ceiling.fits(ceiling.line_bytes)
-        assert not ceiling.fits(ceiling.line_bytes + 1)
-        assert ceiling.fits(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes)
-        assert not ceiling.fits(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes + 1)
+        assert ceiling.bounds.fits(ceiling.line_bytes)
+        assert not ceiling.bounds.fits(ceiling.line_bytes + 1)
+        assert ceiling.excess_bytes(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes) == 0
+        assert ceiling.excess_bytes(ceiling.line_bytes, context_bytes + ceiling.headroom_bytes + 1) == 1
         assert decode(json.loads(json.dumps(encode(ceiling))), Ceiling) == ceiling
 
     def test_a_smaller_card_emulated_on_a_larger_one(self) -> None:
