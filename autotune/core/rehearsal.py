@@ -1,7 +1,7 @@
 """Describe what a long run does beyond the steps that trials measure, as it was run once with the winner.
 
 That is its evaluation, its longest batch, a checkpoint, and memory of the host in all of its processes. A part that
-takes long is run at two sizes, from which the whole is extrapolated.
+takes long is run at several sizes, from which the whole is extrapolated.
 """
 
 from __future__ import annotations
