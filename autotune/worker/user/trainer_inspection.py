@@ -24,7 +24,7 @@ from autotune.worker.checkpointing import is_checkpointing
 from autotune.worker.facts import inspect_environment, layer_classes
 from autotune.worker.private.accelerate import why_no_fsdp2
 from autotune.worker.private.transformers import attention_of
-from autotune.worker.process import ForkedRun, in_fork
+from autotune.worker.process import ForkedRun
 from autotune.worker.rendezvous import Ranks
 from autotune.worker.user.code import LAUNCHED_PRECISION, UserCodeError, enter
 from autotune.worker.user.guard import Guard
@@ -54,76 +54,57 @@ _PROBING_FAILED = "probing failed"
 def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
     """Inspect the model that reaches ``Trainer.train``, as ``autotune.worker.facts.inspect`` does for model names.
 
-    A function that builds a ``Trainer`` is called twice, to check whether it uses its arguments. Each call has a
-    process of its own: two models at once may be more than the device holds. Memory is traced in another process,
-    without a GPU, at the same time; not for several ranks.
+    Memory is traced in another process, without a GPU, at the same time; not for several ranks.
     """
     untraced = dataclasses.replace(code, work=dataclasses.replace(code.work, arms=None))
-    if ranks.count > 1:
-        _inspect_on_ranks(untraced, finish, ranks)
-
-    def run_once(**options: Any) -> _RunResult:
-        return in_fork(_RunResult, lambda send: _Inspection(untraced, send, **options).describe())
-
     began = time.monotonic()
-    tracing = _begin_tracing(code)
-    inspected = run_once()
-    if inspected.may_have_collided and tracing is not None:
+    tracing = _begin_tracing(code) if ranks.count == 1 else None
+    seen = _run(untraced, ranks)
+    if seen.may_have_collided and tracing is not None:
         # One run after the other.
         tracing.end()
         tracing = None
-        inspected = run_once()
-        if inspected.answer.problem is None:
+        seen = _run(untraced, ranks)
+        if seen.answer.problem is None:
             tracing = _begin_tracing(code)
-    if inspected.failed_probing:
+    if seen.failed_probing:
         # The probing batch may have caused the error. Run again with the user's own batch.
-        again = run_once(is_probing=False)
-        inspected = inspected if again.answer.problem is not None else again
-    inspection = inspected.answer.inspection
-    model = None if inspection is None else inspection.model
-    if tracing is not None and inspection is not None and model is not None and model.interface.kind == "trainer":
-        seconds = time.monotonic() - began
-        memory = _memory_of(tracing, model, code.work, seconds)
-        inspection = dataclasses.replace(inspection, model=with_memory(model, memory))
-        inspected = dataclasses.replace(inspected, answer=InspectionAnswer(inspection))
-    _finish(untraced, inspected, finish)
-
-
-def _finish(code: Code, seen: _RunResult, finish: Finish) -> NoReturn:
-    """End the inspection; for a function, after checking that it uses its arguments."""
-    found = seen.answer.inspection
-    if code.source.kind == "script" or found is None:
+        seen = _run(untraced, ranks, is_probing=False)
+    inspection = seen.answer.inspection
+    if inspection is None:
         finish(seen.answer)
-    _Inspection(code, lambda seen: finish(seen.answer), is_probing=False).try_overrides(found)
+    model = inspection.model
+    if tracing is not None and model is not None and model.interface.kind == "trainer":
+        memory = _memory_of(tracing, model, code.work, time.monotonic() - began)
+        inspection = dataclasses.replace(inspection, model=with_memory(model, memory))
+    if code.source.kind == "script":
+        finish(InspectionAnswer(inspection))
+    # A function that builds a ``Trainer`` is called once more, to check whether it uses its arguments.
+    _Inspection(untraced, lambda seen: finish(seen.answer), is_probing=False).try_overrides(inspection)
 
 
-def _inspect_on_ranks(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
-    """Inspect code that runs on several ranks, in one rank's process.
+def _run(code: Code, ranks: Ranks, *, is_probing: bool = True) -> _RunResult:
+    """Run the code in a fork and return its result: two models at once may be more than the device holds.
 
-    The code may read its rank, or wait for the others. So all ranks run it equally often.
+    Code on several ranks may read its rank, or wait for the others. So all ranks run it equally often: probing has
+    failed where it failed on any rank. Another problem of a rank is its answer, after which the trial server ends the
+    other ranks.
     """
-
-    def run(*, is_probing: bool) -> _RunResult | None:
-        """Run the code in a fork; return its result, or ``None`` where the code failed on any rank while probing."""
-        process = ForkedRun(
-            _RunResult, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True
-        )
-        # A rank stops waiting once another has failed: its own run may wait for that rank forever.
-        seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
-        if seen is not None and seen.failed_probing:
-            ranks.announce(_PROBING_FAILED)
-        elif seen is not None and seen.answer.problem is not None:
-            # The trial server ends the other ranks.
-            finish(seen.answer)
-        # No process ends before the others are done: they may still be connecting to it.
-        has_failed = ranks.gather(seen is None or seen.failed_probing)
-        process.end()
+    process = ForkedRun(_RunResult, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True)
+    # A rank stops waiting once another has failed: its own run may wait for that rank forever.
+    seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
+    seen = seen or _RunResult(InspectionAnswer(), failed_probing=True)
+    if seen.failed_probing:
+        ranks.announce(_PROBING_FAILED)
+    elif seen.answer.problem is not None and ranks.count > 1:
+        # Its process stays until this one ends: an error of another rank about a closed connection would come first.
+        return seen
+    # No process ends before the others are done: they may still be connecting to it.
+    has_failed = any(ranks.gather(seen.failed_probing))
+    process.end()
+    if ranks.count > 1:
         ranks.open_store_anew()
-        return None if any(has_failed) else seen
-
-    seen = run(is_probing=True) or run(is_probing=False)
-    assert seen is not None
-    _finish(code, seen, finish)
+    return dataclasses.replace(seen, failed_probing=has_failed)
 
 
 def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
