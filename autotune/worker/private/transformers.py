@@ -25,9 +25,11 @@ def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -
     return list(LengthGroupedSampler(step_samples, lengths=list(lengths), generator=generator))
 
 
-def is_reporting(callback_class: type) -> bool:
-    """Return whether a callback class is an integration of transformers, which reports to another service."""
-    return any(kind.__module__.startswith(_INTEGRATIONS) for kind in callback_class.__mro__)
+def remove_reporting_callbacks(trainer: Any) -> None:
+    """Remove the callbacks of a ``Trainer`` that are integrations of transformers, which report to other services."""
+    for callback in list(trainer.callback_handler.callbacks):
+        if any(kind.__module__.startswith(_INTEGRATIONS) for kind in type(callback).__mro__):
+            trainer.remove_callback(callback)
 
 
 def mean_train_loss(trainer: Any) -> float | None:

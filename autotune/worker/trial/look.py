@@ -27,7 +27,7 @@ from autotune.training.batches import SettingUnavailableError
 from autotune.training.graphs import EAGER_MICRO_STEPS
 from autotune.worker.arrays import arrays_in, cut
 from autotune.worker.dataset.prepared import PreparedDataset
-from autotune.worker.private.transformers import is_reporting
+from autotune.worker.private.transformers import remove_reporting_callbacks
 from autotune.worker.trial.build import build_config, build_model
 from autotune.worker.trial.meter import failure_of, open_meter
 from autotune.worker.trial.run import trainer_arguments
@@ -200,9 +200,7 @@ def prepare_look(
     trainer.neftune_noise_alpha = args.neftune_noise_alpha = None
     args.max_grad_norm, args.learning_rate, args.weight_decay, args.warmup_steps = 0.0, 0.0, 0.0, 0
     args.max_steps, args.dataloader_num_workers, args.logging_nan_inf_filter = 1_000_000, 0, False
-    for callback in list(trainer.callback_handler.callbacks):
-        if is_reporting(type(callback)):
-            trainer.remove_callback(callback)
+    remove_reporting_callbacks(trainer)
     scaler = trainer.accelerator.scaler
     if scaler is not None and scaler.is_enabled():
         # From its usual 65,536 on, the first updates are skipped.

@@ -17,7 +17,7 @@ from autotune.space.arms import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
 from autotune.worker.arrays import arrays_in
-from autotune.worker.private.transformers import change_train_sampler, is_reporting, mean_train_loss
+from autotune.worker.private.transformers import change_train_sampler, mean_train_loss, remove_reporting_callbacks
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run
 from autotune.worker.trial.run import LeftOutInputs, TrainerSteps, known_fields
 from autotune.worker.trial.step_checks import LossWatch
@@ -171,9 +171,7 @@ class TrainerTrial(OwnTrial):
 
     def _apply(self, trainer: Any) -> None:
         """Apply the candidate's levers, and remove reporting callbacks."""
-        for callback in list(trainer.callback_handler.callbacks):
-            if is_reporting(type(callback)):
-                trainer.remove_callback(callback)
+        remove_reporting_callbacks(trainer)
         if not self._is_unmodified:
             apply(trainer, **applied_settings(self._candidate.arm))
             if self._candidate.arm.cuda_graphs:
