@@ -242,9 +242,8 @@ class OwnTrial(Trial):
         steps = PlaceholderSteps(
             source.name,
             self._candidate,
-            interface.steps,
+            interface,
             self._timer,
-            is_told_passes="accumulation" in interface.searched,
             on_begin=self._begins,
             on_step=self._check_numerics,
             refuse=lambda message: self._refuse(UserCodeError(message)),

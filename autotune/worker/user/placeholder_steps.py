@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from autotune.core.candidate import Arm, Candidate, Precision
-from autotune.core.code_interface import HowItSteps
+from autotune.core.code_interface import CodeInterface
 from autotune.core.inspection import ModelFacts
 from autotune.core.messages import Problem
 from autotune.core.placeholders import placeholders_in
@@ -44,17 +44,16 @@ class PlaceholderSteps(StepMarks):
         self,
         name: str,
         candidate: Candidate,
-        how: HowItSteps,
+        interface: CodeInterface,
         timer: StepTimer,
         *,
-        is_told_passes: bool,
         on_begin: Callable[[], None],
         on_step: Callable[[], None],
         refuse: Callable[[str], NoReturn],
     ) -> None:
         super().__init__(name, timer)
         self._candidate = candidate
-        self._how = how
+        self._how = how = interface.steps
         self._timer = timer
         self._on_begin = on_begin
         self._on_step = on_step
@@ -63,7 +62,7 @@ class PlaceholderSteps(StepMarks):
         self._wanted_passes = how.passes_once + how.passes * accumulation
         batch = candidate.per_device_train_batch_size
         self._wanted_rows = site.factor * site.calls * batch * accumulation if site is not None else 0
-        self._is_told_passes = is_told_passes or not self._wanted_rows
+        self._is_told_passes = "accumulation" in interface.searched or not self._wanted_rows
         """Whether a step must have exactly the requested backward passes; else its samples alone are compared."""
         self._may_skip = candidate.arm.precision == "fp16"
         self._optimizers: list[Any] = []
