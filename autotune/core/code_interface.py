@@ -23,7 +23,7 @@ PROTECTED: dict[ProtectionKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """What protects the user's files from a job."""
+    """The protection of the user's files from a job."""
 
     kind: ProtectionKind = "none"
     layer: str | None = None
@@ -49,12 +49,12 @@ SETTINGS = ("batch", "accumulation", "precision", "checkpointing")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the samples of a model are counted: a dimension of what an outermost model is called with, or returns."""
+    """The place where samples are counted: a dimension of a tensor that an outermost model is given, or returns."""
 
     model: str
     """``GPT#0``: its class, and its place in the order of the models' first calls."""
     path: str
-    """Where the tensor stands in what the model is called with, ``0``, ``1.input_ids``; or returns, ``out.logits``."""
+    """The tensor's place among the model's inputs (``0``, ``1.input_ids``) or outputs (``out.logits``)."""
     dimension: int
     factor: int = 1
     """Rows for each sample: tokens, where a model takes them all in one dimension."""

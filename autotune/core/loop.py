@@ -98,7 +98,7 @@ def loop_arguments(candidate: Candidate) -> dict[str, Any]:
 
 
 class Listener(Protocol):
-    """What measures a loop."""
+    """An object that measures a loop, and is called at its micro-steps."""
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Give the batches of a loader, marking each as a micro-step."""

@@ -34,7 +34,7 @@ _MOST_CONFIG_BYTES = 1024**2
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A placeholder as it was written."""
+    """A placeholder in a command line, a variable or a file, as the user wrote it."""
 
     name: str
     said: str | None

@@ -26,10 +26,10 @@ class RehearsalWork:
     devices: RankDevices
     cap_bytes: int
     line_bytes: int
-    """What the device's peak should stay below."""
+    """The limit below which the device's peak should stay."""
     seed: int
     host_bytes: int | None = None
-    """What the processes may hold of the host's memory; ``None`` on a CPU, where that is the device's."""
+    """Host memory that the processes may hold; ``None`` on a CPU, where the device's memory is the host's."""
     seconds: float = 10.0
     """About how long each part may take."""
     unmodified: bool = False
@@ -44,11 +44,11 @@ class RehearsalWork:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an evaluation that was run."""
+    """The measured memory and time of some batches of an evaluation."""
 
     batches: int
     device_bytes: int
-    """Peak of the device, with all that the training holds; of several the one with most."""
+    """Peak of the device, weights and optimizer states included; the largest of several devices."""
     host_bytes: int
     """Peak of the training's process in the host's memory; of several ranks together."""
     seconds: float
@@ -62,7 +62,7 @@ class Whole:
     host_bytes: int
     seconds: float
     kept_bytes: int
-    """Of the device and the host, what is kept for all samples until the metrics are computed."""
+    """Outputs of all samples that device or host keeps until the metrics are computed."""
 
 
 def extrapolated(small: Part, large: Part, batches: int, flushed_after: int | None) -> Whole:
@@ -88,7 +88,7 @@ def extrapolated(small: Part, large: Part, batches: int, flushed_after: int | No
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What the training's evaluation needs."""
+    """Memory and time of the training's evaluation, and settings with which it fits."""
 
     batch: int
     """Its ``per_device_eval_batch_size``, as it was asked for."""
@@ -99,18 +99,16 @@ class Evaluation:
     """As it was asked for; ``None`` where its first batch is out of memory."""
     fits: bool
     settings: dict[str, int] = field(default_factory=dict)
-    """What to set so that it fits, by the names of ``TrainingArguments``; empty where it does, or where nothing helps.
-    """
+    """Settings with which it fits, by field of ``TrainingArguments``; empty where it fits, or where nothing helps."""
     with_settings: Whole | None = None
     left_bytes: int = 0
-    """Of the device, what one evaluation leaves behind, such as a copy of the weights: later steps need that much more.
-    """
+    """Device memory that an evaluation leaves behind, as by a copy of the weights: later steps need that much more."""
     of_loop: bool = False
-    """Whether it is a loop's of their own, whose settings are the arguments of its ``DataLoader``."""
+    """Whether it is that of a loop of the user's own, whose settings are the arguments of its ``DataLoader``."""
     of_training_data: bool = False
-    """Whether some samples of the training were evaluated, in place of a set that is not known."""
+    """Whether some samples of the training were evaluated, since no evaluation set is known."""
     loader_key: str | None = None
-    """The line that makes that, and which of those made there it is; ``None`` where its batch cannot be changed."""
+    """The line that makes this ``DataLoader``, and its number there; ``None`` where its batch cannot be changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +180,7 @@ class LastStep:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """What was found; ``None`` for parts that the training does not have, or that could not be looked at."""
+    """The findings of a rehearsal; ``None`` for parts that the training lacks, or that could not be looked at."""
 
     evaluation: Evaluation | None = None
     longest: LongestBatch | None = None
@@ -192,15 +190,15 @@ class Rehearsal:
     growth_bytes: int | None = None
     """By how much the device's memory grew in each step to the end; ``None`` where it did not."""
     peak_bytes: int | None = None
-    """The device's peak of the steps before all this."""
+    """The device's peak in the steps before these parts."""
     line_bytes: int | None = None
     unknown: tuple[str, ...] = ()
-    """What could not be looked at, and why."""
+    """The parts that could not be looked at, each with the reason."""
     problem: str | None = None
     """Why nothing could be looked at; ``None`` where it was."""
     seconds: float = 0.0
     failed_rank: int | None = None
-    """The one of several ranks whose error, or end of memory, has ended all."""
+    """The rank whose error, or lack of memory, has ended all of several ranks; ``None`` without one."""
 
     @property
     def loader_batches(self) -> dict[str, int]:

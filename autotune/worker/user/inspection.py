@@ -45,7 +45,7 @@ Finish = Callable[[InspectionAnswer], NoReturn]
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """The user's code, and what is asked of it."""
+    """The user's code, the inspection that is asked for, and the job's temporary folder."""
 
     source: TrainingSource
     work: InspectionWork
@@ -248,7 +248,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
         finish(InspectionAnswer(problem=problem_of(error, source)))
 
     class UntilFirstStep(StepListener):
-        """Ends the process with what the first step has shown."""
+        """Ends the process at the first step, with the facts of the model, the loader and the config."""
 
         def step_ends(self, *_: Any) -> NoReturn:
             check_gradients(watch, source)

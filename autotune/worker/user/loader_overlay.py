@@ -75,7 +75,11 @@ class LoaderOverlay:
                 if self.workers:
                     given.arguments |= {"num_workers": self.workers, "prefetch_factor": self.prefetch}
             if batch is not None:
-                _set_batch(given.arguments, batch)
+                if (sampler := copy.copy(given.arguments.get("batch_sampler"))) is None:
+                    given.arguments["batch_size"] = batch
+                else:
+                    sampler.batch_size = batch
+                    given.arguments["batch_sampler"] = sampler
             make(*given.args, **given.kwargs)
             if is_searched:
                 self.on_made(loader)
@@ -97,16 +101,6 @@ class LoaderOverlay:
             return own
         rounds = -(-self.least_batches // own)
         return own * (1 + -(-rounds // self.accumulation) * self.accumulation)
-
-
-def _set_batch(arguments: dict[str, Any], batch: int) -> None:
-    sampler = arguments.get("batch_sampler")
-    if sampler is None:
-        arguments["batch_size"] = batch
-    else:
-        changed: Any = copy.copy(sampler)
-        arguments["batch_sampler"] = changed
-        changed.batch_size = batch
 
 
 def cap_prefetching() -> None:

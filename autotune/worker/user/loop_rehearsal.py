@@ -333,6 +333,7 @@ class LoopParts(Parts, Listener):
         self._large = Part(max(1, whole), peak, host, time.perf_counter() - self._whole_since)
 
     def _evaluation_with(self, whole: Whole | None, settings: dict[str, int]) -> Evaluation:
+        """Return the record of a validation that needs ``whole``, and fits with ``settings``."""
         samples = None if self._total is None else self._total * self._rows
         run, key, fits = len(self._parts_given), self._evaluates_with, self._does_fit(whole)
         return Evaluation(self._rows, samples, run, whole, fits, settings, of_loop=True, loader_key=key)

@@ -328,6 +328,7 @@ class OwnTrial(Trial):
         self._meter.reset_peaks()
 
     def _enough(self, measured: Measurement) -> NoReturn:
+        """End the process with a finished measurement."""
         self._end(self._judged_measurement(measured))
 
     def _judged_measurement(self, measured: Measurement) -> Completed | Failed:

@@ -51,7 +51,7 @@ _AS_SAMPLES = (
 
 
 class _RejectedError(UserCodeError):
-    """The script raised an error that may be of the values that it was told."""
+    """The script raised an error, perhaps since it rejects the values that it was given."""
 
 
 def inspect(code: Code, finish: Finish) -> NoReturn:
@@ -65,7 +65,7 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
 
 
 class _ScriptInspector:
-    """The runs of one script, and what follows from all of them."""
+    """Runs one script with several sets of values, and compares the runs."""
 
     def __init__(self, code: Code) -> None:
         self._source, self._scratch = code.source, code.scratch
@@ -240,6 +240,7 @@ class _ScriptInspector:
 
     @property
     def _has_total_placeholder(self) -> bool:
+        """Whether a placeholder decides how many samples a step has."""
         return not self._template.names.isdisjoint(_TOTALS)
 
     def _how_it_steps(self, site: Site | None, first: ScriptRun, second: ScriptRun) -> tuple[HowItSteps, Fixed]:
@@ -403,5 +404,6 @@ def _count_calls(seen: ScriptRun, site: Site) -> int:
 
 
 def _shape(seen: ScriptRun) -> str:
+    """Return the shape of the first tensor that a model was given, in words."""
     shapes = [shape for _, call in seen.calls for shape in call.values()]
     return " × ".join(map(str, shapes[0])) if shapes else "no tensors"

@@ -38,7 +38,7 @@ _MOST_LATER = 40
 
 
 class PlaceholderSteps(StepMarks):
-    """Divides what is observed into whole steps, and has those measured in which the script did what it was told."""
+    """Divides a script's training into whole steps, and has the timer count those that are as requested."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ _MOST_PASSES = 4096
 
 @dataclass(frozen=True, slots=True)
 class ScriptRun:
-    """What one run of a script showed up to its second step."""
+    """The record of one run of a script up to its second step."""
 
     told: Candidate = field(default_factory=lambda: Candidate(Arm(), 1))
     """The values that it was told, unless it ran with its own defaults."""
@@ -300,7 +300,7 @@ class ScriptRun:
 
 
 class ScriptWatch(Listener):
-    """Records what a run of a script does, and ends the process with its second whole step."""
+    """Records model calls, backward passes and updates of a script, and ends the process with its second whole step."""
 
     def __init__(
         self,
@@ -427,7 +427,7 @@ class ScriptWatch(Listener):
 
 @dataclass
 class _UpdateInterval:
-    """What was seen between two steps of optimizers."""
+    """The model calls and backward passes between two steps of optimizers."""
 
     optimizer: int = 0
     """The one that stepped at the end."""

@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 class Parts:
-    """What a rehearsal has found so far, and how it ends."""
+    """The findings of a rehearsal so far, and the calls that end it with them."""
 
     def __init__(self, work: RehearsalWork, meter: Meter, answer: Answer) -> None:
         self._work, self._meter, self._answer = work, meter, answer
@@ -189,7 +189,7 @@ class TrainerRehearsal(Rehearses, TrainerTrial):
 
 
 class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
-    """Runs the parts at the end of the last of some steps."""
+    """Runs a ``Trainer``'s evaluation, longest batch and checkpoint, after its first steps."""
 
     is_of_named_model = False
     """Whether the model is one by name, whose trials have met its longest batch, and which has no evaluation set."""
@@ -291,7 +291,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         if self._tree.processes == 1 or limit is None:
             return None
         args, batches, ranks = self._trainer.args, length(self._loader), self._ranks.count
-        growth = self._tree.growth()
+        growth = growth_of(self._tree.each)
         # Ranks load their data alike.
         return HostUse(
             self._tree.most_bytes * ranks,
@@ -464,6 +464,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return _SAVED_PER_WEIGHT * sum(int(each.nbytes) for each in parameters)
 
     def _saving(self, device_bytes: int, host_bytes: int, seconds: float, *, is_computed: bool = False) -> Saving:
+        """Return the record of a checkpoint with this memory and time, and whether it fits."""
         limit = self._work.host_bytes if self._ranks.count > 1 else None
         fits = device_bytes <= self._work.line_bytes and (limit is None or host_bytes <= limit)
         return Saving(device_bytes, host_bytes or None, seconds, fits, self._ranks.count, limit, is_computed)
@@ -497,7 +498,8 @@ class _ProcessMemory:
     _EVERY_SECONDS = 0.2
 
     def __init__(self) -> None:
-        self._each: list[int | None] = []
+        self.each: list[int | None] = []
+        """Memory of all processes at each reading that was not left out, in bytes."""
         self._last = 0.0
         self.processes = 1
         self._start = 0
@@ -505,7 +507,7 @@ class _ProcessMemory:
         self.first_bytes = 0
         """When the training began, before any process that loads data was started."""
         self._start = self.read(always=True)
-        self._each.clear()
+        self.each.clear()
         self.most_bytes = 0
 
     def read(self, *, always: bool = False) -> int:
@@ -516,19 +518,16 @@ class _ProcessMemory:
         if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
-        if len(processes) == self.processes == 1 and self._each:
+        if len(processes) == self.processes == 1 and self.each:
             # Of a training without others only the first reading counts.
             return 0
         total = sum(map(_own_bytes, processes)) - self._start
         self.processes = max(self.processes, len(processes))
         self.most_bytes = max(self.most_bytes, total)
         if always:
-            self._each.append(total)
+            self.each.append(total)
         self._last = time.monotonic()
         return total
-
-    def growth(self) -> int | None:
-        return growth_of(self._each)
 
 
 def _own_bytes(pid: int | None) -> int:

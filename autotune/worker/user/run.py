@@ -164,6 +164,7 @@ class _FirstStep:
             self._batch += sum(float(array.detach().double().sum()) for array in arrays)
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Count a backward pass, and add its loss."""
         tensors = args[0] if args else kwargs.get("tensors")
         self._loss += sum(float(tensor.detach().double().sum()) for tensor in arrays_in(tensors))
         self._passes += 1
@@ -180,7 +181,7 @@ class _FirstStep:
 
 
 SendMessage = Callable[[str, Any], None]
-"""Sends a line to the trial server: what it is, and a value."""
+"""Sends a line to the trial server: ``result`` or ``progress``, and its value."""
 
 
 def run_own(

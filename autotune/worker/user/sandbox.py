@@ -369,6 +369,7 @@ def _copy_attributes(upper: str, lower: str) -> None:
 
 
 def _set_read_only(path: str) -> None:
+    """Make a mount read-only, and keep its other flags."""
     flags = os.statvfs(path).f_flag
     kept = (flags & _KEPT_FLAGS) | (_RELATIME if flags & _RELATIME_IN_STATVFS else 0)
     _mount(None, path, None, _BIND | _REMOUNT | _READ_ONLY | kept)
