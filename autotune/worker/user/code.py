@@ -231,7 +231,12 @@ def _last_words(start: int) -> str:
 
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
-    """Return a clearer error for a known error of the user's code, else the error itself."""
+    """Cut the traceback of an error to begin in the user's file; return a clearer error for a known one, else it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
+        trace = trace.tb_next
+    if trace is not None:
+        error.__traceback__ = trace
     if (refused := refused_write(error)) is not None:
         path, why = refused
         place = users_line(reversed(list(traceback.walk_tb(error.__traceback__))))
@@ -249,12 +254,3 @@ def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
             str(left(source, error)), "run it by itself with the same options to see whether it trains"
         )
     return error
-
-
-def trim(error: BaseException, source: TrainingSource) -> None:
-    """Cut the error's traceback so that it begins in the user's file, if that file is in it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
-        trace = trace.tb_next
-    if trace is not None:
-        error.__traceback__ = trace

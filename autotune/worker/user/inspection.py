@@ -30,7 +30,7 @@ from autotune.worker.private.transformers import attention_of
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import Listener, StepListener, TrainingWatch
 from autotune.worker.user.adapter import Changes, GiveBatches, Observer, Overlay
-from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, next_step, trim, watch_options
+from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, next_step, watch_options
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, is_made_by_data, key_of
@@ -107,7 +107,6 @@ def problem_of(error: BaseException, source: TrainingSource) -> Problem:
     if source.is_ranked and asks_for_rank:
         asked = f"{source.name} asks what torchrun tells a process, and is told so where its batch is a placeholder"
         return Problem(asked, next_step(source))
-    trim(error, source)
     error = foreseen(error, source)
     if isinstance(error, UserCodeError):
         return Problem(str(error), error.hint)

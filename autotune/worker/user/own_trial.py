@@ -28,7 +28,7 @@ from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_st
 from autotune.worker.trial.run import Send, Trial
 from autotune.worker.trial.step_checks import NotTrainedError, StepChecks, problem_of_loss
 from autotune.worker.user.adapter import Changes, Observer
-from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, set_options, trim
+from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, run_script, set_options
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import MOST_PREFETCHED, LoaderOverlay, batch_of, cap_prefetching
@@ -150,7 +150,6 @@ class OwnTrial(Trial):
 
     def _outcome_of_error(self, error: BaseException) -> OutOfMemory | Failed:
         """Return the outcome of an error in the user's code."""
-        trim(error, self._source)
         error = foreseen(error, self._source)
         if isinstance(error, UserCodeError | SystemExit) and self._checks.has_run_out():
             message = f"{self._source.name} ran out of memory, and caught the error"

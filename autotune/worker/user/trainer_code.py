@@ -72,13 +72,6 @@ def build_trainer(source: TrainingSource, overrides: Document) -> Any:
     return trainer
 
 
-def ignored_message(source: TrainingSource, ignored: str) -> str:
-    """Return the message for a ``Trainer`` that ignored its settings."""
-    if source.kind == "build":
-        return f"{source.name} ignored its overrides: {ignored}; pass them all on to its TrainingArguments"
-    return f"{source.name} trains otherwise than its TrainingArguments were told: {ignored}"
-
-
 # Fields of its TrainingArguments
 
 
@@ -196,6 +189,15 @@ class TrialFields(TrainerFields):
         if self.shortened and wanted.get(accumulation) == self.shortened[0]:
             wanted = {**wanted, accumulation: self.shortened[1]}
         return super().first_ignored(arguments, wanted)
+
+    def check(self, source: TrainingSource, arguments: Any, wanted: Mapping[str, Any]) -> None:
+        """Raise ``UserCodeError`` where the arguments of the user's ``Trainer`` lack a wanted field."""
+        if (ignored := self.first_ignored(arguments, wanted)) is None:
+            return
+        if source.kind == "build":
+            why = f"{source.name} ignored its overrides: {ignored}; pass them all on to its TrainingArguments"
+            raise UserCodeError(why)
+        raise UserCodeError(f"{source.name} trains otherwise than its TrainingArguments were told: {ignored}")
 
 
 def _set(arguments: Any, fields: Document) -> None:

@@ -34,7 +34,6 @@ from autotune.worker.user.samples import lengths_of_trainer
 from autotune.worker.user.trainer_code import (
     TrialFields,
     build_trainer,
-    ignored_message,
     intercept,
     own_batch,
     probe,
@@ -220,7 +219,7 @@ class _Inspection:
             packs=bool(getattr(args, "packing", False)),
         )
         model = _model_facts(trainer, interface, fields)
-        self._check(trainer, fields.tuned)
+        fields.check(self._source, args, fields.tuned)
         if self._work.arms is None:
             # Only levers are asked for. Last of all: looking for them changes the Trainer.
             return dataclasses.replace(model, interface=_with_levers(trainer, interface))
@@ -237,7 +236,7 @@ class _Inspection:
         wanted = probe(own.per_device_train_batch_size, own.gradient_accumulation_steps)
         try:
             self._enter()
-            self._check(build_trainer(self._source, wanted), wanted)
+            self._fields.check(self._source, build_trainer(self._source, wanted).args, wanted)
         except BaseException as error:
             self._fail(error)
         self._finish(_RunResult(InspectionAnswer(found)))
@@ -250,11 +249,6 @@ class _Inspection:
         if self._source.kind == "script":
             loop.install()
         self._fields.install()
-
-    def _check(self, trainer: Any, wanted: Mapping[str, Any]) -> None:
-        """Raise ``UserCodeError`` where the ``Trainer`` lacks wanted fields."""
-        if ignored := self._fields.first_ignored(trainer.args, wanted):
-            raise UserCodeError(ignored_message(self._source, ignored))
 
     def _finish_with_model(self, model: ModelFacts) -> NoReturn:
         """End the inspection with the facts of the model."""

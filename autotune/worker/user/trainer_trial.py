@@ -26,7 +26,7 @@ from autotune.worker.user.inspection import length
 from autotune.worker.user.loader_overlay import batch_of
 from autotune.worker.user.own_trial import OwnTrial, planned_run
 from autotune.worker.user.samples import SpreadSampler, can_spread
-from autotune.worker.user.trainer_code import TrialFields, ignored_message, intercept, own_batch, run_source
+from autotune.worker.user.trainer_code import TrialFields, intercept, own_batch, run_source
 from autotune.worker.user.trainer_fields import difference_from_candidate, generates
 
 # Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
@@ -135,8 +135,7 @@ class TrainerTrial(OwnTrial):
                 "with DDP or FSDP",
                 "leave deepspeed out",
             )
-        if ignored := self._fields.first_ignored(trainer.args, self._wanted):
-            raise UserCodeError(ignored_message(self._source, ignored))
+        self._fields.check(self._source, trainer.args, self._wanted)
         inspected = (self._candidate.per_device_train_batch_size, self._candidate.gradient_accumulation_steps)
         if self._is_unmodified and (pair := own_batch(trainer.args)) != inspected:
             # What is measured would be counted as another number of samples.
