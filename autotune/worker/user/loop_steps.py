@@ -66,7 +66,7 @@ class LoopSteps(StepMarks):
         """Divide a loop into steps; call ``on_loader`` with its loader, then ``on_begin`` before the first batch."""
         super().__init__(name, listener)
         self._on_begin, self._on_loader = on_begin, on_loader
-        self.takes = on_batch
+        self._on_batch = on_batch
         """Called with each batch before the loop gets it."""
         self._accumulation = accumulation
         """Micro-steps of a step; ``None``: as many as come before the optimizer steps."""
@@ -136,8 +136,7 @@ class LoopSteps(StepMarks):
             except StopIteration:
                 return given > 0
             given += 1
-            self.takes(batch)
-            self.micro_step_begins(perf_counter() - began, batch_samples(batch))
+            self.micro_step_begins(perf_counter() - began, batch)
             try:
                 yield batch
             finally:
@@ -158,13 +157,15 @@ class LoopSteps(StepMarks):
             self._on_begin()
             self._listener.begin()
 
-    def micro_step_begins(self, wait_seconds: float, samples: int | None) -> None:
-        """Report that a batch of ``samples`` arrived. The wait for a step's first batch is not counted."""
+    def micro_step_begins(self, wait_seconds: float, batch: Any) -> None:
+        """Report that a batch arrived, if there is one. The wait for a step's first batch is not counted."""
+        if batch is not None:
+            self._on_batch(batch)
         if self._micro_steps == 0:
             self._listener.step_begins()
         else:
             self._wait_seconds += wait_seconds
-        if samples is not None:
+        if (samples := batch_samples(batch)) is not None:
             self.is_incomplete = self.is_incomplete or samples < self._usual_samples
             self._usual_samples = max(self._usual_samples, samples)
 

@@ -102,8 +102,6 @@ class LightningOverlay(Overlay):
 
     def _callback(self, package: str, observer: Observer) -> Any:
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
-        from autotune.worker.user.loop_steps import batch_samples
-
         # Without steps, in an inspection, the process ends as the training starts.
         overlay, steps = self, cast("LoopSteps", observer.steps)
 
@@ -122,8 +120,7 @@ class LightningOverlay(Overlay):
                 self._asked = time.perf_counter()
 
             def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-                steps.takes(batch)
-                steps.micro_step_begins(time.perf_counter() - self._asked, batch_samples(batch))
+                steps.micro_step_begins(time.perf_counter() - self._asked, batch)
 
             def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
                 # The optimizer's step contains the forward and the backward pass.
