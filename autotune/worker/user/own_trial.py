@@ -268,9 +268,8 @@ class OwnTrial(Trial):
     # Their steps
 
     def _run_all_micro_steps(self) -> None:
-        """Run every micro-step of a step, since a loop cannot skip any."""
-        accumulation = self._candidate.gradient_accumulation_steps
-        self._effort = dataclasses.replace(self._effort, max_micro_steps=max(3, accumulation))
+        """Run every micro-step of a step, for a training that cannot skip any."""
+        self._effort = dataclasses.replace(self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps)
 
     def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
         """Have the training loader made with ``batch``, the candidate's workers, and samples from all of the epoch.

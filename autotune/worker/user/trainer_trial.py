@@ -5,7 +5,6 @@ We raise no exception in user code, because it might catch it. The callback send
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -183,9 +182,7 @@ class TrainerTrial(OwnTrial):
         self._spread_steps(trainer, run)
         watch = LossWatch(trainer)
         if self._fields.shortened is None:
-            self._effort = dataclasses.replace(
-                self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps
-            )
+            self._run_all_micro_steps()
         args = trainer.args
         self._warm_up_loading(args.dataloader_num_workers, args.dataloader_prefetch_factor)
         self._timer = self._make_timer(lambda measured: self._end(self._measured(measured, trainer, watch)), run=run)
