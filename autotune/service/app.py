@@ -89,6 +89,7 @@ def make_app(searches: Searches, names: Collection[str] = ()) -> Guard:
     app.state.rendered = frame.Rendered(searches.changes)
     for kind in (AutotuneError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _on_error)
+    app.add_exception_handler(frame.SignedOutError, lambda request, error: frame.sign_in_page())
     for router in (api, frame.router, home.router, search.router, compare.router):
         app.include_router(router)
     dashboard = _Dashboard(searches.store)

@@ -41,11 +41,9 @@ _MOST_AT_ONCE = 1000
 
 @dataclass
 class _Running:
-    """A job that an engine runs."""
+    """A job that an engine runs, on the devices that its record names."""
 
     job: JobRecord
-    host: str
-    uuids: tuple[str, ...]
     run: Run | None = None
     is_cancelled: bool = False
     thread: threading.Thread | None = None
@@ -82,8 +80,9 @@ class Runner:
     def job_on(self, host: str, uuid: str) -> JobRecord | None:
         """Return the job that runs on a device; ``None`` where the device is free."""
         with self._guard:
-            every = list(self._running.values())
-        return next((each.job for each in every if each.host == host and uuid in each.uuids), None)
+            jobs = [running.job for running in self._running.values()]
+        places = ((job, job.device or {}) for job in jobs)
+        return next((job for job, at in places if at.get("host") == host and uuid in at.get("uuids", ())), None)
 
     def problems(self) -> list[str]:
         """Return the reasons why jobs cannot run, a line each."""
@@ -119,8 +118,7 @@ class Runner:
             if run is None:
                 self._put_back(job, "the service was started again", is_lost=False)
             else:
-                device = job.device or {}
-                self._follow_in_thread(_Running(job, str(device.get("host")), tuple(device.get("uuids") or ()), run))
+                self._follow_in_thread(_Running(job, run))
                 if job.is_cancel_asked:
                     self.cancel(job.id)
         self._is_settled = True
@@ -182,7 +180,7 @@ class Runner:
         """Start a job on devices, and follow it in a thread."""
         uuids = tuple(device.uuid for device in devices)
         where = {"host": host.name, "kind": devices[0].kind, "name": devices[0].name, "uuids": list(uuids)}
-        running = _Running(job, host.name, uuids)
+        running = _Running(job)
         # Before the start is recorded: whoever cancels it from then on finds it here.
         with self._guard:
             self._running[job.id] = running

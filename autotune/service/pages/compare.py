@@ -17,7 +17,7 @@ from autotune.core.units import format_next_run, format_rate
 from autotune.results.html import IntervalRow, draw_intervals
 from autotune.results.study_view import BestView, StudyView
 from autotune.service.access import Known
-from autotune.service.pages.frame import Visitor, page, sign_in_page
+from autotune.service.pages.frame import Visitor, page
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches
 from autotune.store.queue import JobRecord
@@ -98,8 +98,6 @@ def compare(
     like: str = "",
 ) -> Response:  # fmt: skip
     """Compare the named searches, or all with the same training as ``like``; else let the visitor choose."""
-    if visitor is None:
-        return sign_in_page()
     finished = searches.store.queue.jobs(states=["finished"], most=_MOST_KNOWN)
     known = [job for job in finished if VERIFIES not in job.request]
     error, jobs = None, []

@@ -65,16 +65,15 @@ def not_in_fields(job: JobRecord) -> str | None:
 
 def command_of(fields: Mapping[str, str], url: str) -> str:
     """Return the ``autotune search --server`` command for the fields of a form."""
-    words = ["autotune", "search", "--server", url.rstrip("/")]
-    return shlex.join(words + [word for name, text in filled_in(fields) for word in arguments(name, text)])
+    options = (on_command_line(name, text) for name, text in filled_in(fields))
+    return " ".join(["autotune search --server", shlex.quote(url.rstrip("/")), *options])
 
 
-def arguments(name: str, text: str) -> list[str]:
-    """Return a field of the form as command-line words: an option, and its value unless it is a flag."""
+def on_command_line(name: str, text: str) -> str:
+    """Return a field of the form as a command-line option, with its value unless it is a flag."""
     option = BY_NAME[name]
-    if option.is_lever:
-        return ["--lever", f"{name}={text}"]
-    return [option.parameter] if option.kind is FLAG else [option.parameter, text]
+    is_flag = option.kind is FLAG and not option.is_lever
+    return option.parameter if is_flag else option.said(shlex.quote(text))
 
 
 def filled_in(fields: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

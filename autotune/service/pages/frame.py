@@ -47,11 +47,19 @@ def error_page(error: AutotuneError, token: TokenRecord | None = None) -> HTMLRe
     return sign_in_page(error) if status == 401 else page("error.html", token=token, error=error, status=status)
 
 
-async def _visitor(request: Request) -> TokenRecord | None:
-    return await access_of(request).identify(request)
+class SignedOutError(Exception):
+    """A browser asks for a page without a known token; the answer is the page that asks for one."""
 
 
-Visitor = Annotated[TokenRecord | None, Depends(_visitor)]
+async def _visitor(request: Request) -> TokenRecord:
+    """Return the record of the token of whoever asks for a page. Raises ``SignedOutError`` without a known token."""
+    token = await access_of(request).identify(request)
+    if token is None:
+        raise SignedOutError
+    return token
+
+
+Visitor = Annotated[TokenRecord, Depends(_visitor)]
 
 
 async def form_fields(request: Request) -> dict[str, str]:

@@ -19,7 +19,7 @@ from autotune.models import catalog
 from autotune.service.access import Known, Reader, Submitter
 from autotune.service.feeds import EventStream, feeds_of
 from autotune.service.pages.form import FIELDS, FieldError, command_of, more_fields, read_form
-from autotune.service.pages.frame import Visitor, form_fields, page, render, rendered_of, sign_in_page
+from autotune.service.pages.frame import Visitor, form_fields, page, render, rendered_of
 from autotune.service.problems import problem_document
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, describe_devices, waits_for
@@ -97,8 +97,6 @@ def listing(
     place: Annotated[int, Query(alias="page", ge=1, le=100_000)] = 1,
 ) -> Response:  # fmt: skip
     """Show searches of a state whose name, owner, model or device contains a text, in an order."""
-    if visitor is None:
-        return sign_in_page()
     asked = {"state": state, "find": find, "sort": sort, "up": up}
     found = searches.store.queue.listed(
         states=_STATES[state],
@@ -130,9 +128,7 @@ _MOST_RUNNING = 1000
 
 @router.get("/", include_in_schema=False)
 async def home(request: Request, visitor: Visitor, searches: Known) -> Response:
-    """Show the page, or ask for a token."""
-    if visitor is None:
-        return sign_in_page()
+    """Show the page."""
     parts = await _rendered_parts(request, searches)
     return await run_in_threadpool(_home_page, searches, visitor, request.query_params, parts)
 

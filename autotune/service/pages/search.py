@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from datetime import timedelta
 from urllib.parse import urlencode
 
@@ -21,8 +20,8 @@ from autotune.results.report import Report
 from autotune.results.wording import rate_unit
 from autotune.service.access import Known, Reader, Submitter, Writer
 from autotune.service.pages import frame
-from autotune.service.pages.form import arguments, command_of, fields_of, not_in_fields, request_again
-from autotune.service.pages.frame import Visitor, error_page, rendered_of, sign_in_page
+from autotune.service.pages.form import command_of, fields_of, not_in_fields, on_command_line, request_again
+from autotune.service.pages.frame import Visitor, error_page, rendered_of
 from autotune.service.pages.home import Row
 from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, may_change
@@ -36,9 +35,7 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/searches/{search}")
 def show(request: Request, search: str, visitor: Visitor, searches: Known) -> Response:
-    """Show the page of a search, or ask for a token."""
-    if visitor is None:
-        return sign_in_page()
+    """Show the page of a search."""
     try:
         job = searches.job(search)
         parts = _render_parts(searches, job, visitor, str(request.base_url))
@@ -88,7 +85,7 @@ def _asked(job: JobRecord, url: str) -> dict[str, object]:
     """Return the request of a job to show: its command, its options, a link to the form, what neither of them has."""
     fields = fields_of(job)
     told = {name: text for name, text in fields.items() if name not in ("model", "code", "study")}
-    options = [shlex.join(arguments(name, text)) for name, text in told.items()]
+    options = [on_command_line(name, text) for name, text in told.items()]
     fields.pop("study", None)
     clone = f"/?{urlencode(fields)}"
     return {"command": command_of(fields, url), "options": options, "clone": clone, "left_out": not_in_fields(job)}
