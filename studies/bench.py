@@ -264,39 +264,33 @@ def _portions(seeds: int) -> list[range]:
     return [range(first, min(first + _PORTION, seeds)) for first in range(0, seeds, _PORTION)]
 
 
-def _seconds(runs: Iterable[Run]) -> list[float]:
-    """Simulated seconds to the goal; infinite where it was not reached."""
-    return [run.reached.seconds if run.reached else math.inf for run in runs]
+def _median_seconds(runs: Iterable[Run]) -> float:
+    """The median of the simulated seconds to the goal; infinite where half of the runs did not reach it."""
+    return statistics.median(run.reached.seconds if run.reached else math.inf for run in runs)
 
 
-def _count(runs: Iterable[Run], what: Callable[[Cost], int]) -> list[float]:
-    return [what(run.reached) if run.reached else math.inf for run in runs]
+def _figures(costs: Sequence[Cost | None]) -> Document:
+    """Median and worst case of trials, seconds and out-of-memory trials; ``None`` is never."""
+    found: Document = {}
+    for name in ("trials", "seconds", "out_of_memory"):
+        values = [math.inf if cost is None else float(getattr(cost, name)) for cost in costs]
+        both = {"median": statistics.median(values), "worst": max(values)}
+        found[name] = {which: None if math.isinf(value) else round(value, 2) for which, value in both.items()}
+    return found
 
 
 def _row(landscape: str, sampler: str, runs: Sequence[Run], ours_seconds: float) -> Document:
-    """Medians and worst cases of one sampler on one landscape; ``None`` is never."""
-
-    def summary(values: list[float]) -> Document:
-        found = {"median": statistics.median(values), "worst": max(values)}
-        return {name: None if math.isinf(value) else round(value, 2) for name, value in found.items()}
-
-    seconds = _seconds(runs)
+    """Medians and worst cases of one sampler on one landscape."""
     row: Document = {
         "landscape": landscape,
         "sampler": sampler,
         "runs": len(runs),
-        "not_reached": sum(map(math.isinf, seconds)),
-        "trials": summary(_count(runs, lambda cost: cost.trials)),
-        "seconds": summary(seconds),
-        "out_of_memory": summary(_count(runs, lambda cost: cost.out_of_memory)),
-        "times_ours": _ratio(statistics.median(seconds), ours_seconds),
+        "not_reached": sum(run.reached is None for run in runs),
+        **_figures([run.reached for run in runs]),
+        "times_ours": _ratio(_median_seconds(runs), ours_seconds),
     }
     if sampler == OURS:
-        row["ended"] = {
-            "trials": summary([float(run.ended.trials) for run in runs]),
-            "seconds": summary([run.ended.seconds for run in runs]),
-            "out_of_memory": summary([float(run.ended.out_of_memory) for run in runs]),
-        }
+        row["ended"] = _figures([run.ended for run in runs])
         row["worst_answer"] = round(min(run.answer or 0.0 for run in runs), 4)
     return row
 
@@ -310,13 +304,12 @@ def rows_of(runs: Sequence[Run], paths: Sequence[Path]) -> list[Document]:
     rows = []
     for path in paths:
         of_path = [run for run in runs if run.landscape == path.name]
-        ours_seconds = statistics.median(_seconds(run for run in of_path if run.sampler == OURS))
+        ours_seconds = _median_seconds(run for run in of_path if run.sampler == OURS)
         for sampler, group in groupby(of_path, key=lambda run: run.sampler):
             rows.append(_row(path.name, sampler, list(group), ours_seconds))
         grid = whole_grid(path)
-        same = {name: {"median": value, "worst": value} for name, value in asdict(grid).items()}
         ratio = _ratio(grid.seconds, ours_seconds)
-        rows.append({"landscape": path.name, "sampler": WHOLE_GRID, "runs": 1, **same, "times_ours": ratio})
+        rows.append({"landscape": path.name, "sampler": WHOLE_GRID, "runs": 1, **_figures([grid]), "times_ours": ratio})
     return rows
 
 

@@ -555,36 +555,29 @@ class PredictedWorld(MemoryModel):
 # Judged over many
 
 
-@dataclass
-class Summary:
-    """Figures over many worlds."""
-
-    results: list[Result] = field(default_factory=list)
-
-    def document(self) -> dict[str, Any]:
-        """The figures that a search has to reach."""
-        results = self.results
-        free = [r for r in results if not r.is_budgeted and r.possible]
-        told = [r for r in free if r.answered]
-        within = [r for r in told if r.regret <= 0.01]
-        near = [r for r in told if r.regret <= 0.05 + r.noise]
-        promised = [r for r in results if r.covered is not None]
-        widths = [r.half_width for r in promised if r.half_width is not None]
-        return {
-            "worlds": len(results),
-            "endless": sum(not r.ended for r in results),
-            "possible": len(free),
-            "unanswered": len(free) - len(told),
-            "regret_within_1_percent": len(within) / max(1, len(told)),
-            "regret_within_5_percent_and_noise": len(near) / max(1, len(told)),
-            "regret_mean": statistics.fmean(r.regret for r in told) if told else 0.0,
-            "trials_mean": statistics.fmean(r.trials for r in results),
-            "trials_median": statistics.median(r.trials for r in results),
-            "trials_most": max(r.trials for r in results),
-            "coverage": sum(bool(r.covered) for r in promised) / max(1, len(promised)),
-            **{f"coverage_{kind}": _coverage([r for r in promised if r.kind == kind]) for kind in _NOISES},
-            "half_width_median": statistics.median(widths) if widths else None,
-        }
+def figures(results: list[Result]) -> dict[str, Any]:
+    """Return the figures over many worlds that a search has to reach."""
+    free = [r for r in results if not r.is_budgeted and r.possible]
+    told = [r for r in free if r.answered]
+    within = [r for r in told if r.regret <= 0.01]
+    near = [r for r in told if r.regret <= 0.05 + r.noise]
+    promised = [r for r in results if r.covered is not None]
+    widths = [r.half_width for r in promised if r.half_width is not None]
+    return {
+        "worlds": len(results),
+        "endless": sum(not r.ended for r in results),
+        "possible": len(free),
+        "unanswered": len(free) - len(told),
+        "regret_within_1_percent": len(within) / max(1, len(told)),
+        "regret_within_5_percent_and_noise": len(near) / max(1, len(told)),
+        "regret_mean": statistics.fmean(r.regret for r in told) if told else 0.0,
+        "trials_mean": statistics.fmean(r.trials for r in results),
+        "trials_median": statistics.median(r.trials for r in results),
+        "trials_most": max(r.trials for r in results),
+        "coverage": _coverage(promised),
+        **{f"coverage_{kind}": _coverage([r for r in promised if r.kind == kind]) for kind in _NOISES},
+        "half_width_median": statistics.median(widths) if widths else None,
+    }
 
 
 def _coverage(results: list[Result]) -> float:
@@ -596,13 +589,13 @@ def play_seeds(seeds: range, draw: Callable[[int], World] = draw) -> list[Result
     return [play(draw(seed)) for seed in seeds]
 
 
-def play_many(first: int, count: int, draw: Callable[[int], World] = draw) -> Summary:
+def play_many(first: int, count: int, draw: Callable[[int], World] = draw) -> list[Result]:
     """Search in so many worlds, on all cores."""
     size = max(1, min(250, count // (os.cpu_count() or 1)))
     parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
     with ProcessPoolExecutor() as pool:
         played = pool.map(partial(play_seeds, draw=draw), parts)
-        return Summary([result for part in played for result in part])
+        return [result for part in played for result in part]
 
 
 def main() -> None:
@@ -615,11 +608,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also every world's result")
     options = parser.parse_args()
     drawn = draw_texts if options.texts else draw_with_levers if options.levers else draw
-    summary = play_many(options.first, options.worlds, drawn)
-    for name, value in summary.document().items():
+    results = play_many(options.first, options.worlds, drawn)
+    for name, value in figures(results).items():
         print(f"{name:36} {value:.4f}" if isinstance(value, float) else f"{name:36} {value}")
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(r) for r in summary.results], indent=1))
+        options.json.write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
 
 
 if __name__ == "__main__":

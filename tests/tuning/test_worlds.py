@@ -9,13 +9,14 @@ import math
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import searching
 from histories import measured_at
 from replay import RecordedRunner, SimulatedRunner, ceiling_of, feasible, landscapes, prepared_for
 from searching import RecordingObserver, new_store
-from worlds import Machine, Summary, World, draw, play
+from worlds import Machine, World, draw, figures, play
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.errors import NoResultError, NothingFitsError
@@ -40,25 +41,22 @@ def worlds(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def summary(worlds: int) -> Summary:
-    return Summary([play(draw(seed)) for seed in range(worlds)])
+def found(worlds: int) -> dict[str, Any]:
+    return figures([play(draw(seed)) for seed in range(worlds)])
 
 
-def test_every_search_ends_and_answers_where_anything_fits(summary: Summary, worlds: int) -> None:
-    found = summary.document()
+def test_every_search_ends_and_answers_where_anything_fits(found: dict[str, Any], worlds: int) -> None:
     assert found["endless"] == 0
     assert found["possible"] > worlds * 2 / 3
     assert found["unanswered"] == 0
 
 
-def test_answers_are_near_the_best(summary: Summary) -> None:
-    found = summary.document()
+def test_answers_are_near_the_best(found: dict[str, Any]) -> None:
     assert found["regret_within_1_percent"] >= 0.95
     assert found["regret_within_5_percent_and_noise"] >= 0.995
 
 
-def test_one_more_process_runs_as_was_promised(summary: Summary) -> None:
-    found = summary.document()
+def test_one_more_process_runs_as_was_promised(found: dict[str, Any]) -> None:
     # Of so few worlds the share itself is known to 4 %, and all may be kept. Promises that are too wide show as width:
     # the median of 400 worlds is 5.1 %.
     assert found["coverage"] >= 0.90
@@ -71,13 +69,13 @@ def test_the_figures_would_show_a_search_that_gives_up_early(monkeypatch: pytest
 
     whole = Acquisition.next
     monkeypatch.setattr(Acquisition, "next", lambda self, h: whole(self, h) if len(h.tried) < 2 else None)
-    found = Summary([play(draw(seed)) for seed in range(30)]).document()
+    found = figures([play(draw(seed)) for seed in range(30)])
     assert found["unanswered"] > 0
     assert found["regret_within_1_percent"] < 0.9
 
 
 def test_with_two_trials_at_a_time_searches_end_and_answer_too() -> None:
-    found = Summary([play(draw(seed), slots=2) for seed in range(30)]).document()
+    found = figures([play(draw(seed), slots=2) for seed in range(30)])
     assert found["endless"] == 0
     assert found["possible"] > 20
     assert found["unanswered"] == 0
