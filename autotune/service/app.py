@@ -29,6 +29,8 @@ from autotune.service.routes import router as api
 from autotune.service.searches import Searches
 from autotune.store.repository import Store
 
+_NO_JSON = ("the body is not JSON", "send a JSON object")
+
 
 def _on_error(request: Request, error: Exception) -> Response:
     """Return the answer for an error of any kind: a page where a browser asks for one, else a problem document."""
@@ -44,7 +46,10 @@ def _on_error(request: Request, error: Exception) -> Response:
             where = ".".join(part for part in places if "[" not in part)
             told = InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
             if first["type"] == "json_invalid":
-                told = InvalidRequestError("the body is not JSON", "send a JSON object")
+                told = InvalidRequestError(*_NO_JSON)
+        # FastAPI says so of a body that is nested too deep.
+        case HTTPException(status_code=400):
+            told = InvalidRequestError(*_NO_JSON)
         case HTTPException(status_code=404) if is_page:
             told = ServiceError("there is no such page", "go back to the searches", status=404)
         case HTTPException(status_code=404):

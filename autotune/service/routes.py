@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import time
 from typing import Annotated, Any, Literal, cast
@@ -14,7 +13,7 @@ from starlette.concurrency import run_in_threadpool
 
 from autotune import __version__
 from autotune.core.candidate import Document
-from autotune.core.errors import InvalidRequestError, ServiceError, UnknownStudyError
+from autotune.core.errors import ServiceError, UnknownStudyError
 from autotune.results.forms import AnyForm
 from autotune.results.html import html_page
 from autotune.results.json_document import report_document
@@ -121,21 +120,13 @@ def refuse_agent(rest: str) -> None:
 
 
 @router.post("/v1/searches", tags=["searches"], status_code=202, response_model=None, openapi_extra=search_body())
-async def submit(
-    request: Request, response: Response, token: Submitter, searches: Known,
+def submit(
+    document: Annotated[Any, Body()], response: Response, token: Submitter, searches: Known,
     idempotency_key: Annotated[str | None, Header(max_length=128)] = None,
 ) -> SearchDocument:  # fmt: skip
     """Queue a search. 202 with its Location; 200 where the same request was answered or submitted before."""
-    try:
-        document = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError("the body is not JSON", "send the options of a search as a JSON object") from error
-
-    def queue() -> tuple[SearchDocument, bool]:
-        job, is_new = searches.submit(document, by=token, idempotency_key=idempotency_key)
-        return searches.describe(job), is_new
-
-    told, is_new = await run_in_threadpool(queue)
+    job, is_new = searches.submit(document, by=token, idempotency_key=idempotency_key)
+    told = searches.describe(job)
     response.status_code = 202 if is_new else 200
     response.headers["Location"] = told["links"]["self"]
     return told
