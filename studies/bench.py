@@ -84,7 +84,7 @@ OURS, WHOLE_GRID = "autotune", "whole grid"
 
 @dataclass(frozen=True)
 class Cost:
-    """What was spent up to some trial, that one included."""
+    """Number of trials, simulated seconds and out-of-memory trials of a run, up to one of its trials."""
 
     trials: int
     seconds: float
@@ -107,19 +107,19 @@ class Run:
 
 
 def cost(replayed: Sequence[Replayed]) -> Cost:
-    """What these trials, the first ones of a run, took together."""
+    """Return the cost of the first trials of a run."""
     ooms = sum(isinstance(trial.outcome, OutOfMemory) for trial in replayed)
     return Cost(len(replayed), replayed[-1].ended_at_seconds if replayed else 0.0, ooms)
 
 
 def best_of(runner: RecordedRunner, ceiling: Ceiling) -> float:
-    """Samples a second of the fastest feasible cell of the whole grid."""
+    """Return samples a second of the fastest feasible cell of the whole grid."""
     speeds: list[float] = [cell["samples_per_second"] for _, cell in feasible(runner, ceiling)]
     return max(speeds)
 
 
 def is_within(trial: Replayed, goal: float, ceiling: Ceiling) -> bool:
-    """Whether the trial is feasible and as fast as the goal."""
+    """Return whether a trial is feasible and reaches ``goal`` samples a second."""
     measured = trial.outcome.measurement if isinstance(trial.outcome, Completed) else None
     if measured is None or not ceiling.bounds.fits(measured.peak_reserved_bytes):
         return False
@@ -127,13 +127,13 @@ def is_within(trial: Replayed, goal: float, ceiling: Ceiling) -> bool:
 
 
 def reached(replayed: Sequence[Replayed], goal: float, ceiling: Ceiling) -> Cost | None:
-    """What it cost until the first trial within the goal; ``None`` where there is none."""
+    """Return the cost up to the first trial that reaches the goal; ``None`` where none does."""
     first = next((i for i, trial in enumerate(replayed) if is_within(trial, goal, ceiling)), None)
     return None if first is None else cost(replayed[: first + 1])
 
 
 def search(path: Path, store: Store, seed: int, within: float, prediction_seconds: float | None) -> Run:
-    """Our search to its end; without predictions where ``prediction_seconds`` is ``None``."""
+    """Run our search to its end; without memory predictions where ``prediction_seconds`` is ``None``."""
     runner = RecordedRunner(path)
     prepared = prepared_for(runner, f"{path.stem}-{seed}", seed)
     predictions = RecordedPredictions(predictions_path(path), runner, prediction_seconds or 0.0)
@@ -167,7 +167,7 @@ SAMPLERS: dict[str, Callable[[dict[str, list[Any]], int], BaseSampler]] = {
 
 
 def peer(path: Path, name: str, seed: int, within: float, budget: int) -> Run:
-    """One of Optuna's samplers until it has reached the goal or spent its budget of trials."""
+    """Run one of Optuna's samplers until it has reached the goal or spent its budget of trials."""
     runner = RecordedRunner(path)
     ceiling = ceiling_of(runner)
     goal = best_of(runner, ceiling) * (1 - within)
@@ -201,7 +201,7 @@ def peer(path: Path, name: str, seed: int, within: float, budget: int) -> Run:
 
 
 def whole_grid(path: Path) -> Cost:
-    """Every recorded trial, once."""
+    """Return the cost of every recorded trial, run once."""
     runner = RecordedRunner(path)
     for candidate, _ in runner.recorded:
         runner.run(job_of(candidate, runner.cap_bytes), lambda _: None)
@@ -225,7 +225,7 @@ class Task:
 
 
 def run_task(task: Task) -> list[Run]:
-    """In a process of its own."""
+    """Run the seeds of a task; called in a process of its own."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
     if task.sampler != OURS:
@@ -238,7 +238,7 @@ def run_task(task: Task) -> list[Run]:
 
 
 def run_all(paths: Sequence[Path], options: argparse.Namespace) -> list[Run]:
-    """Every sampler on every landscape, on all cores; GP is left out where scipy is not installed."""
+    """Run every sampler on every landscape, on all cores; GP is left out where scipy is not installed."""
     has_scipy = importlib.util.find_spec("scipy") is not None
     names = [OURS, *(name for name in SAMPLERS if name != "GP" or has_scipy)]
     # The slowest first, so that no core waits for it in the end.
@@ -260,17 +260,17 @@ _PORTION = 5
 
 
 def _portions(seeds: int) -> list[range]:
-    """The seeds in portions small enough to keep every core busy to the end."""
+    """Split the seeds into portions small enough to keep every core busy to the end."""
     return [range(first, min(first + _PORTION, seeds)) for first in range(0, seeds, _PORTION)]
 
 
 def _median_seconds(runs: Iterable[Run]) -> float:
-    """The median of the simulated seconds to the goal; infinite where half of the runs did not reach it."""
+    """Return the median of the seconds to the goal; infinite where half of the runs did not reach it."""
     return statistics.median(run.reached.seconds if run.reached else math.inf for run in runs)
 
 
 def _figures(costs: Sequence[Cost | None]) -> Document:
-    """Median and worst case of trials, seconds and out-of-memory trials; ``None`` is never."""
+    """Return median and worst case of each figure of these costs; ``None`` stands for a goal never reached."""
     found: Document = {}
     for name in ("trials", "seconds", "out_of_memory"):
         values = [math.inf if cost is None else float(getattr(cost, name)) for cost in costs]
@@ -280,7 +280,7 @@ def _figures(costs: Sequence[Cost | None]) -> Document:
 
 
 def _row(landscape: str, sampler: str, runs: Sequence[Run], ours_seconds: float) -> Document:
-    """Medians and worst cases of one sampler on one landscape."""
+    """Return the table's row of one sampler on one landscape."""
     row: Document = {
         "landscape": landscape,
         "sampler": sampler,
@@ -300,7 +300,7 @@ def _ratio(seconds: float, ours_seconds: float) -> float | None:
 
 
 def rows_of(runs: Sequence[Run], paths: Sequence[Path]) -> list[Document]:
-    """One row for each landscape and sampler, and one for its whole grid."""
+    """Return a row for each landscape and sampler, and one for each whole grid."""
     rows = []
     for path in paths:
         of_path = [run for run in runs if run.landscape == path.name]
@@ -320,7 +320,7 @@ def _cell(values: Document) -> str:
 
 
 def print_rows(rows: Sequence[Document], within: float) -> None:
-    """A table that is also Markdown."""
+    """Print the rows as tables in Markdown."""
     table = Table(box=box.MARKDOWN)
     for title in ("landscape", "sampler", "trials", "out of memory", "seconds", "× ours"):
         table.add_column(title, no_wrap=True)
@@ -341,7 +341,7 @@ def print_rows(rows: Sequence[Document], within: float) -> None:
 
 
 def main() -> None:
-    """Run it, print the tables, write the JSON."""
+    """Run the comparison, print its tables, and write its JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("landscapes", nargs="*", type=Path, metavar="LANDSCAPE.jsonl")
     parser.add_argument("--seeds", type=int, default=20)

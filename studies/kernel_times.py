@@ -49,7 +49,7 @@ _NS = 1e-9
 
 
 def trace_all(path: Path) -> None:
-    """Record what the steps of all cells consist of."""
+    """Record the operations of the steps of all cells."""
     trace([(Subject(row["model"], row["seq_len"], row["task"]), Arm(**row["arm"])) for row in measured_cells(path)])
 
 
@@ -157,7 +157,7 @@ _FITTED_KINDS = (
 
 
 def _errors(row: Document, efficiencies: Efficiencies) -> list[float]:
-    """Return errors of a micro-step and of the update, and those of classes as shares of the micro-step."""
+    """Return the errors of a cell's prediction: of micro-step, update, and classes of kernels."""
     predicted = predicted_for(row, efficiencies)
     pairs = parts(predicted, row)
     ours, theirs = merge_kinds(predicted.by_kind), merge_kinds(_measured_kinds(row, ("first_micro_step",)))
@@ -167,7 +167,7 @@ def _errors(row: Document, efficiencies: Efficiencies) -> list[float]:
 
 
 def parts(predicted: GpuTime, row: Document) -> dict[str, tuple[float, float]]:
-    """Return predicted and measured seconds of the parts of a step."""
+    """Return predicted and measured seconds of each part of a step, by its name."""
     seconds, micro_step = row["gpu_seconds"], predicted.forward + predicted.backward
     return {
         _MICRO_STEP: (micro_step, seconds["first_micro_step"]),
@@ -177,14 +177,14 @@ def parts(predicted: GpuTime, row: Document) -> dict[str, tuple[float, float]]:
 
 
 def _add_kinds(kinds: dict[str, list[tuple[float, float]]], predicted: GpuTime, row: Document) -> None:
-    """Add what the classes of one micro-step and update took, as predicted and as measured."""
+    """Add the predicted and measured seconds of each class of kernels in one micro-step and update."""
     ours, theirs = merge_kinds(predicted.by_kind), merge_kinds(_measured_kinds(row, ("first_micro_step", "update")))
     for kind in {**ours, **theirs}:
         kinds.setdefault(kind, []).append((ours.get(kind, 0.0), theirs.get(kind, 0.0)))
 
 
 def _measured_kinds(row: Document, parts: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of each class; names are classed anew, since more are told apart than when recorded."""
+    """Return the measured seconds of each class of kernels, by the classes of today; the recording has fewer."""
     found: dict[str, float] = {}
     for part in parts:
         for _, name, _, ns in row["kernels"][part]:

@@ -85,7 +85,7 @@ def recorded(path: Path) -> Iterator[Measured]:
 
 
 def _arm_of(cell: Document) -> Arm:
-    """Return what the memory of a cell depends on."""
+    """Return a recorded cell's arm, with the fields that decide its memory."""
     arm = Candidate.from_parameters({**cell, "ddp_find_unused_parameters": None}).arm
     if cell.get("strategy", "").startswith("fsdp") and arm.transformer_layer_cls_to_wrap is None:
         # Measured by hand, for one model.
@@ -94,7 +94,7 @@ def _arm_of(cell: Document) -> Arm:
 
 
 def predicted(path: Path, arms: str = "", models: list[str] | None = None) -> Iterator[Document]:
-    """Yield each measured cell with what is predicted for it; of a boundary also the largest batches that fit."""
+    """Yield each measured cell with its prediction; for a boundary also the largest fitting batches."""
     numbers: dict[str, list[Arm]] = {}
     cells = [cell for cell in recorded(path) if not models or cell.model in models]
     for cell in cells:

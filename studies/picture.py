@@ -103,19 +103,19 @@ def _save(figure: Any, file: Path) -> None:
 
 
 def _levers_of(described: str) -> str:
-    """Return what makes a trial fast, of its words: ``32 × 1  bf16, compiled by layer, CUDA graphs, no mask``."""
+    """Return the kind of a trial by its description: ``none``, ``graphs``, ``compiled`` or ``both``."""
     compiles, graphs = "compiled" in described, "CUDA graphs" in described or "reduce-overhead" in described
     return {(0, 0): "none", (0, 1): "graphs", (1, 0): "compiled", (1, 1): "both"}[compiles, graphs]
 
 
 def _last_searches(searches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the last search of each training, by what it gained. One that was stopped has no trials here."""
+    """Return the last complete search of each training, sorted by its speedup."""
     last = {found["workload"]: found for found in searches if found.get("tried")}
     return sorted(last.values(), key=lambda found: float(found["expert"]["speedup"]))
 
 
 def draw_gains(theme: Theme, texts: list[dict[str, Any]], searches: list[dict[str, Any]], file: Path) -> None:
-    """Draw how many times as fast trainings are with the winner as with an informed user's settings."""
+    """Draw a bar for each training: its speed with the winner over that with an informed user's settings."""
     # The last search of each script counts; one that ended with an error only where there is no other.
     told = (run for run in sorted(texts, key=lambda run: run["found"] is not None) if run["ratio"])
     own = {run["workload"]: run["ratio"] for run in told}
@@ -188,6 +188,7 @@ def _is_of(row: dict[str, Any], precision: str, checkpointing: bool) -> bool:
 
 
 def _draw_arm(axes: Any, theme: Theme, rows: list[dict[str, Any]]) -> None:
+    """Draw the recorded speeds of an arm by batch, and a cross for each batch that ran out of memory."""
     colour = theme.colours[rows[0]["precision"]]
     checkpointing = rows[0]["gradient_checkpointing"]
     style = (0, (4, 3)) if checkpointing else "solid"
@@ -201,6 +202,7 @@ def _draw_arm(axes: Any, theme: Theme, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_trial(axes: Any, theme: Theme, trial: dict[str, Any], *, is_best: bool) -> None:
+    """Draw a trial of the search as a numbered dot."""
     batch, speed = trial["per_device_train_batch_size"], trial["samples_per_second"]
     colour = theme.colours[trial["precision"]]
     axes.plot([batch], [speed], marker="o", markersize=15 if is_best else 12, color=colour, zorder=3)
@@ -212,6 +214,7 @@ def _draw_trial(axes: Any, theme: Theme, trial: dict[str, Any], *, is_best: bool
 
 
 def _dress(axes: Any, theme: Theme, grid: list[dict[str, Any]], search: dict[str, Any]) -> None:
+    """Set axes, title and legend of the chart of the search."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(BATCHES, [f"{batch} × {64 // batch}" for batch in BATCHES])
     axes.minorticks_off()

@@ -49,7 +49,7 @@ class _Listener:
 
 
 def record(path: Path) -> Document:
-    """The questions of a search of this landscape, with their answers."""
+    """Return the questions about memory that a search of this landscape asks, with their answers."""
     prepared = prepared_for(RecordedRunner(path), "predictions")
     started = time.monotonic()
     with (
@@ -70,7 +70,7 @@ def record(path: Path) -> Document:
 
 
 def _rows(document: Document) -> str:
-    """JSON with one answer a line."""
+    """Return a document as JSON with one answer a line."""
     answers: list[Any] = document["answers"]
     head = json.dumps({name: value for name, value in document.items() if name != "answers"})
     return head[:-1] + ', "answers": [\n' + ",\n".join(json.dumps(answer) for answer in answers) + "\n]}\n"

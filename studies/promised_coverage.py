@@ -92,7 +92,7 @@ class _Machine:
 
 
 def cell(spread: float, equal: int, known: int, cheap: bool, runs: int, seed: int = 0) -> Cell:
-    """Search so many times, each time on a new machine."""
+    """Simulate ``runs`` searches, each on a new machine, and return how often their promises held."""
     rng = random.Random(f"{seed} {spread} {equal} {known}")
     inside = below = 0
     widths = processes = 0.0
@@ -121,7 +121,7 @@ def cell(spread: float, equal: int, known: int, cheap: bool, runs: int, seed: in
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Show coverage and, behind it, the share that was slower than promised."""
+    """Return the table of coverage, with the share of next runs that was slower than promised in brackets."""
     lines = []
     for known, cheap in dict.fromkeys((each.known, each.cheap) for each in cells):
         told = f"{known} candidates measured twice before" if known else "a machine that is new"

@@ -28,7 +28,7 @@ _HALVES = 200
 
 
 def published_predictions() -> list[Pair]:
-    """Return each published throughput with what is predicted for it."""
+    """Return each published throughput with the predicted step time."""
     operations = recorded_operations()
     found = []
     for known in published():
@@ -72,7 +72,7 @@ _BASES = ("h200", "a100-80gb", "h100-80gb", "rtx-3090")
 
 
 def scaled(pairs: Sequence[Pair]) -> list[float]:
-    """Return measured over scaled predictions: each GPU's, scaled by what another one's say of the predictions.
+    """Return measured over predicted throughputs of each GPU, after a correction by the throughputs of another GPU.
 
     Only throughputs of Lambda are taken, which has the same software and models on all GPUs. What float32 says of
     TF32 is taken for what it says of GPUs without.

@@ -34,7 +34,7 @@ _TWICE = 1 / 64 + 4 / 64 / 256
 
 @dataclass(frozen=True)
 class Answer:
-    """What is predicted for a row, in MiB: peaks, and below what a prediction counts as one that fits."""
+    """The predicted peaks of a row, and the limit below which a peak fits, in MiB."""
 
     allocated_mib: float
     reserved_mib: float
@@ -42,7 +42,7 @@ class Answer:
 
 
 def settings(row: Mapping[str, Any], source: Mapping[str, str]) -> list[str]:
-    """Return the options of ``autotune predict`` that say the same as a row."""
+    """Return the options of ``autotune predict`` for the training of a row."""
     chosen = ["--seq-len", str(row["seq_len"]), "--effective-batch", str(row["batch"]), "--batch-multiple", "1"]
     chosen += ["--gradient-checkpointing", "on" if row["checkpointing"] else "off", "--attn", row["attn"]]
     chosen += ["--optim", "adamw_torch", "--headroom", "0", "--all", "--json"]
@@ -68,7 +68,7 @@ _DTYPES = {
 
 
 def predicted(row: Mapping[str, Any], data: Mapping[str, Any], storage: str | None) -> Answer:
-    """Return what is predicted for a row."""
+    """Return the predicted memory of a row's training."""
     source = data["sources"][row["source"]]
     with tempfile.TemporaryDirectory() as folder:
         model = row["model"]

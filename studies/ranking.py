@@ -48,7 +48,7 @@ class Landscape:
 
 @functools.cache
 def recordings() -> list[Landscape]:
-    """Return every model of every recording."""
+    """Return a landscape for every model of every recording."""
     model = StepTimeModel(H200)
     seconds: dict[tuple[str, Subject], dict[Candidate, list[float]]] = {}
     predicted: dict[tuple[str, Subject, Candidate], StepTime] = {}
@@ -63,7 +63,7 @@ def recordings() -> list[Landscape]:
 
 
 def landscapes() -> list[Landscape]:
-    """Return those with enough candidates, without the ones that are pinned to a core."""
+    """Return the landscapes with enough candidates; candidates that are pinned to a core are left out."""
     found = []
     for known in recordings():
         steps = {candidate: step for candidate, step in known.steps.items() if not candidate.arm.cpu_affinity}
@@ -91,7 +91,7 @@ class Pair:
 
     @property
     def is_reversed(self) -> bool:
-        """Return whether the slower one of the two is clear and predicted to be the faster."""
+        """Return whether the predicted factor is on the other side of 1 than a clear measured factor."""
         return (self.measured > 1 + _CLEAR and self.predicted < 1) or (
             self.measured < 1 - _CLEAR and self.predicted > 1
         )

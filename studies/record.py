@@ -55,6 +55,7 @@ def _mib(size_bytes: int | None) -> int | None:
 
 
 def _cell(candidate: Candidate, outcome: Outcome, seconds: float) -> dict[str, Any]:
+    """Return the recorded line of a trial that took so many seconds."""
     cell: dict[str, Any] = candidate.parameters()
     cell["trial_wall_seconds"] = round(seconds, 3)
     cell["phase_seconds"] = outcome.phase_seconds
@@ -83,6 +84,7 @@ def _cell(candidate: Candidate, outcome: Outcome, seconds: float) -> dict[str, A
 
 
 def _record(runner: TrialServer, prepared: Prepared, candidate: Candidate, effort: Effort) -> tuple[Outcome, float]:
+    """Run a trial of a candidate; return its outcome and its seconds."""
     started = time.monotonic()
     job = TrialJob(uuid.uuid4().hex, candidate, prepared.ceiling.cap_bytes, effort, 42, 300.0, "/dev/null")
     outcome = run_trial(runner, job)
@@ -90,6 +92,7 @@ def _record(runner: TrialServer, prepared: Prepared, candidate: Candidate, effor
 
 
 def _grid(runner: TrialServer, prepared: Prepared) -> Iterator[dict[str, Any]]:
+    """Yield a trial of every arm at every batch."""
     space = prepared.space
     for arm in space.arms:
         for batch in space.batches.at_level(8):
@@ -98,7 +101,7 @@ def _grid(runner: TrialServer, prepared: Prepared) -> Iterator[dict[str, Any]]:
 
 
 def _boundary(runner: TrialServer, prepared: Prepared) -> Iterator[dict[str, Any]]:
-    """Each arm by itself up to its largest batch, and that batch again with accumulation where it fits."""
+    """Yield the trials of each arm up to its largest batch, and one of half that batch with accumulation."""
     for arm in prepared.space.arms:
         history = History(prepared.ceiling)
         policy = MaxBatchPolicy(Space((arm,), prepared.space.batches))
@@ -114,7 +117,7 @@ def _boundary(runner: TrialServer, prepared: Prepared) -> Iterator[dict[str, Any
 
 
 def main() -> None:
-    """Print the landscape, cell by cell."""
+    """Run the trials of a landscape, and print each as a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=("grid", "boundary"))
     parser.add_argument("model")

@@ -27,7 +27,7 @@ OPERATIONS = LANDSCAPES / "operations.json.gz"
 
 @dataclass(frozen=True)
 class Subject:
-    """What is trained: a model, its task where that is not the usual one, and the length of a sample."""
+    """A training: a model, its task where that is not the usual one, and the length of a sample."""
 
     model: str
     seq_len: int | None = None
@@ -41,7 +41,7 @@ class Subject:
 
     @property
     def family(self) -> str:
-        """What is held out together: models whose layers are alike, whatever their size and length."""
+        """Return the family of the model: models with equal kinds of layers are held out of a fit together."""
         name = self.model.rpartition("/")[2].lower()
         return next((family for family in _FAMILIES if family in name), name)
 
@@ -103,6 +103,7 @@ def read_lines(path: Path) -> list[Document]:
 
 
 def _busy() -> Iterator[Step]:
+    """Yield the steps whose GPU time was recorded with CUPTI alone."""
     path = LANDSCAPES / "gpu_busy_h200.jsonl"
     for row in read_lines(path)[1:]:
         if "qwen" in row["model"]:
@@ -118,6 +119,7 @@ def _busy() -> Iterator[Step]:
 
 
 def _grids() -> Iterator[Step]:
+    """Yield the steps of the recorded grids."""
     for stem, subject in _GRIDS.items():
         folder = LANDSCAPES if (LANDSCAPES / f"{stem}.jsonl").exists() else ROOT / "tests" / "landscapes"
         for row in read_lines(folder / f"{stem}.jsonl")[1:]:
@@ -126,6 +128,7 @@ def _grids() -> Iterator[Step]:
 
 
 def _memory_cells() -> Iterator[Step]:
+    """Yield the timed steps of the recording of peaks."""
     path = LANDSCAPES / "memory_cells_h200.jsonl"
     for row in read_lines(path)[2:]:
         if row.get("step_seconds"):
@@ -134,6 +137,7 @@ def _memory_cells() -> Iterator[Step]:
 
 
 def _affinity() -> Iterator[Step]:
+    """Yield the steps that were recorded with and without pinning to a core."""
     path = RUNS / "h200_affinity.jsonl"
     for row in read_lines(path):
         if "step_seconds" not in row:
@@ -145,12 +149,14 @@ def _affinity() -> Iterator[Step]:
 
 
 def _promises() -> Iterator[Step]:
+    """Yield the steps of searches whose promises were checked."""
     path = RUNS / "h200_promises.jsonl"
     for row in read_lines(path):
         yield from _tried(_CASES[row["workload"]], row["tried"], path.stem)
 
 
 def _searches() -> Iterator[Step]:
+    """Yield the steps of searches that were timed as a whole."""
     path = RUNS / "h200_search_seconds.jsonl"
     for row in read_lines(path):
         for side in ("new", "old"):
@@ -158,6 +164,7 @@ def _searches() -> Iterator[Step]:
 
 
 def _tried(subject: Subject, rows: list[Document], source: str) -> Iterator[Step]:
+    """Yield the completed trials of a search, whose candidates are recorded in words."""
     for row in rows:
         candidate = read_candidate(row["candidate"])
         if candidate is not None and row.get("samples_per_second"):
@@ -167,7 +174,7 @@ def _tried(subject: Subject, rows: list[Document], source: str) -> Iterator[Step
 
 
 def read_candidate(text: str) -> Candidate | None:
-    """Read ``32 × 1  bf16, checkpointing``, the form in which searches list their trials; ``None`` where it is more."""
+    """Parse a candidate such as ``32 × 1  bf16, checkpointing``; ``None`` for one with further settings."""
     found = re.fullmatch(r"(\d+) × (\d+)  (\w+)(, checkpointing)?(, pinned to one core)?", text)
     if found is None:
         return None
@@ -216,7 +223,7 @@ def published() -> list[Published]:
 
 
 def traced_arm(arm: Arm) -> Arm:
-    """Return the arm that stands for all with the same operations."""
+    """Return the arm under which the operations of this arm's steps are recorded."""
     twins: dict[str, Any] = {"bf16": "fp16", "tf32": "fp32"}
     return replace(arm, precision=twins.get(arm.precision, arm.precision), cpu_affinity=False, dataloader_num_workers=0)
 
@@ -230,6 +237,6 @@ def operations_key(subject: Subject, arm: Arm) -> str:
 
 @functools.cache
 def recorded_operations() -> dict[str, Operations]:
-    """Return what each step consists of, by ``operations_key``."""
+    """Return the recorded operations of each step, by ``operations_key``."""
     with gzip.open(OPERATIONS, "rt", encoding="utf-8") as file:
         return {key: decode(document, Operations) for key, document in json.load(file).items()}

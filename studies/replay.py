@@ -65,19 +65,19 @@ Cell = dict[str, Any]
 
 
 def landscapes() -> list[Path]:
-    """Every recorded grid at effective batch 64."""
+    """Return the files of all recorded grids at effective batch 64."""
     return sorted((path for folder in FOLDERS for path in folder.glob("*effective64.jsonl")), key=lambda p: p.name)
 
 
 def micro_steps_run(candidate: Candidate, effort: Effort) -> int:
-    """How many micro-steps a trial process runs in each step: three stand for all that follow."""
+    """Return the number of micro-steps that a trial runs in each step: at least three, which stand for the others."""
     return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
 
 
 def measurement(
     candidate: Candidate, step_seconds: float, allocated_bytes: int, reserved_bytes: int, run: int | None = None
 ) -> Measurement:
-    """A measurement of a candidate with these figures, in full unless ``run`` says otherwise."""
+    """Return a measurement of a candidate with these figures; ``run`` is the number of micro-steps, by default all."""
     return Measurement(
         step_seconds=step_seconds,
         step_seconds_each=(step_seconds,) * 3,
@@ -92,7 +92,7 @@ def measurement(
 
 
 def out_of_memory(reserved_bytes: int | None = None) -> OutOfMemory:
-    """An out-of-memory as a trial process tells it."""
+    """Return the outcome of a trial that ran out of GPU memory."""
     return OutOfMemory("CUDA out of memory", peak_reserved_bytes=reserved_bytes)
 
 
@@ -131,12 +131,12 @@ class SimulatedRunner:
         """What to answer instead, one for each time that the candidate is run."""
 
     def clock(self) -> float:
-        """The simulated time."""
+        """Return the simulated time."""
         return self.seconds
 
     @property
     def candidates(self) -> list[Candidate]:
-        """What was run, in order."""
+        """Return the candidates that were run, in order."""
         return [job.candidate for job in self.jobs]
 
     def submit(self, job: TrialJob) -> str:
@@ -178,7 +178,7 @@ class SimulatedRunner:
         return run_to_end(self, job, progress)
 
     def answer(self, job: TrialJob) -> tuple[Outcome, float]:
-        """The outcome of a job and the seconds that it takes."""
+        """Return the outcome of a job and the seconds that it takes."""
         raise NotImplementedError
 
 
@@ -214,7 +214,7 @@ class RecordedRunner(SimulatedRunner):
 
     @property
     def recorded(self) -> list[tuple[Candidate, Cell]]:
-        """Every recorded cell with its candidate."""
+        """Return every recorded cell with its candidate."""
         return [
             (Candidate(arm, batch, cell["gradient_accumulation_steps"]), cell)
             for (arm, _), cells in self._cells.items()
@@ -243,13 +243,14 @@ class RecordedRunner(SimulatedRunner):
         return Completed(measured), seconds
 
     def _busy_share(self, candidate: Candidate, cell: Cell) -> float:
-        """What the GPU's share of a step would have been: its time a sample is taken for the arm's least."""
+        """Estimate the share of a step in which the GPU computes: its time a sample is taken for the arm's least."""
         plain = replace(candidate.arm, cpu_affinity=False)
         cells = [c for (arm, _), found in self._cells.items() if arm == plain for c in found.values()]
         least = min(_seconds_a_sample(c) for c in cells if c["state"] == "ok")
         return min(1.0, _LARGEST_BUSY_SHARE * least / _seconds_a_sample(cell))
 
     def _cell(self, candidate: Candidate) -> Cell:
+        """Return the recorded cell of a candidate, or one that follows from others."""
         batch = candidate.per_device_train_batch_size
         # Nothing was recorded pinned to one core: it is answered as if that changed nothing.
         arm = replace(candidate.arm, cpu_affinity=False)
@@ -271,7 +272,7 @@ def _seconds_a_sample(cell: Cell) -> float:
 
 
 def _on_the_line(batch: int, cells: dict[int, Cell]) -> Cell:
-    """A cell on the straight line through the two recorded batches nearest to this one."""
+    """Return a cell on the straight line through the two recorded batches nearest to this one."""
     one, other = sorted(sorted(cells, key=lambda at: abs(at - batch))[:2])
     share = (batch - one) / (other - one)
     names = ("step_seconds", "peak_allocated_mib", "peak_reserved_mib", "trial_wall_seconds")
@@ -280,7 +281,7 @@ def _on_the_line(batch: int, cells: dict[int, Cell]) -> Cell:
 
 
 def job_of(candidate: Candidate, cap_bytes: int, effort: Effort | None = None) -> TrialJob:
-    """A job as a search makes it."""
+    """Return a trial job as a search makes it."""
     return TrialJob("0" * 32, candidate, cap_bytes, effort or Effort(), seed=42, timeout_seconds=60, log_path="")
 
 
@@ -288,7 +289,7 @@ def job_of(candidate: Candidate, cap_bytes: int, effort: Effort | None = None) -
 
 
 def ceiling_of(runner: RecordedRunner) -> Ceiling:
-    """The ceiling that a landscape was recorded under; for the older form that of a 24 GiB card, which is below it."""
+    """Return the memory ceiling of a recording; for the older form that of a 24 GiB card, which is lower."""
     if "ceiling" in runner.meta:
         return decode(runner.meta["ceiling"], Ceiling)
     contexts = (cell["cuda_context_mib"] for _, cell in runner.recorded if "cuda_context_mib" in cell)
@@ -296,7 +297,7 @@ def ceiling_of(runner: RecordedRunner) -> Ceiling:
 
 
 def prepared_for(runner: RecordedRunner, study: str, seed: int = 42) -> Prepared:
-    """The search that the landscape is the whole grid of, on the machine that it was recorded on."""
+    """Return the prepared search whose grid was recorded, on the machine of the recording."""
     meta, ceiling = runner.meta, ceiling_of(runner)
     facts = {"task": meta.get("task"), "seq_len": meta.get("seq_len"), **meta["workload"]}
     workload = Workload.from_document({**facts, "config": resolve_model(facts["model"]).config})
@@ -335,14 +336,14 @@ def prepared_for(runner: RecordedRunner, study: str, seed: int = 42) -> Prepared
 
 
 def _model_facts(recorded: Document) -> ModelFacts:
-    """The facts of a recorded model; older recordings have its labels, too, and its class under another name."""
+    """Decode the facts of a recorded model; older recordings have its labels, too, and its class under another name."""
     told = {"class_name" if name == "class" else name: value for name, value in recorded.items()}
     told.pop("num_labels", None)
     return decode(told, ModelFacts)
 
 
 def predictions_path(landscape: Path) -> Path:
-    """Where the predictions for a landscape lie, whichever folder it is in."""
+    """Return the file of the recorded predictions for a landscape."""
     return ROOT / "studies" / "landscapes" / f"{landscape.stem}.predictions.json"
 
 
@@ -376,7 +377,7 @@ class RecordedPredictions:
 
 
 def _key(question: Document) -> str:
-    """What distinguishes one question of a landscape's from another: all but the GPU, which is the same.
+    """Return a question's key among those of a landscape: all its fields but the GPU, which is the same.
 
     What is not set is left out, since questions that were recorded earlier do not have the newer names.
     """
@@ -385,7 +386,7 @@ def _key(question: Document) -> str:
 
 
 def feasible(runner: RecordedRunner, ceiling: Ceiling) -> Iterator[tuple[Candidate, Cell]]:
-    """Recorded cells that completed and stay under the line."""
+    """Yield the recorded cells that completed with a peak under the memory line."""
     for candidate, cell in runner.recorded:
         if cell["state"] == "ok" and ceiling.bounds.fits(cell["peak_reserved_mib"] * MIB):
             yield candidate, cell

@@ -32,7 +32,7 @@ EXCHANGES = LANDSCAPES / "exchanges_4xh200.json"
 
 @dataclass(frozen=True)
 class Ranks:
-    """The throughput of several ranks together, with what is predicted for them and for one of them."""
+    """The measured throughput of several ranks together, with predictions for all ranks and for one alone."""
 
     gpu: str
     candidate: Candidate
@@ -50,7 +50,7 @@ class Ranks:
 
     @property
     def expected(self) -> tuple[float, float, float]:
-        """Return what is predicted for ``measured``, and its interval."""
+        """Return the prediction of ``measured``, and its interval."""
         low, high = self.predicted.interval_samples_per_second
         if self.of_one is None:
             return self.predicted.samples_per_second, low, high

@@ -86,7 +86,7 @@ class Cell:
 
 
 def traced(subject: Subject, arm: Arm) -> Operations | None:
-    """Return the operations of a step, from a forked process: tracing patches torch. ``None`` where that failed."""
+    """Trace a step in a forked process, as tracing patches torch; return its operations, or ``None`` on failure."""
     from autotune.worker.fake.step import FakeTraining
 
     reading, writing = os.pipe()
@@ -126,7 +126,7 @@ def trace_recorded() -> None:
 
 
 def operations_of(subject: Subject, arm: Arm) -> Operations:
-    """Return what a step consists of, recorded or traced now."""
+    """Return the operations of a step, recorded or traced now."""
     operations = recorded_operations().get(operations_key(subject, arm)) or traced(subject, arm)
     assert operations is not None
     return operations
@@ -262,6 +262,7 @@ def _by(known: Sequence[Cell], error: Callable[[Cell], float]) -> None:
 
 
 def _compare_steps(steps: Sequence[tuple[Step, Operations]]) -> None:
+    """Print the errors of predicted step times, without and with a factor for the host of each recording."""
     model = StepTimeModel(H200)
     known = [(step, operations, model.predict(operations, step.candidate)) for step, operations in steps]
     factors = _host_factors(steps)
@@ -284,6 +285,7 @@ def _compare_steps(steps: Sequence[tuple[Step, Operations]]) -> None:
 
 
 def _with_factor(step: Step, operations: Operations, factor: float) -> float:
+    """Return the predicted seconds of a step on a host that is slower by a factor."""
     candidate = step.candidate
     gpu = Cell(step.subject, candidate, operations, 0.0).gpu(EFFICIENCIES)
     return step_seconds(operations, gpu, HostSpeed().scaled(factor), candidate.gradient_accumulation_steps)

@@ -111,7 +111,7 @@ class World:
     """Whether samples differ in length, so that nothing is compiled or captured without few lengths."""
 
     def lever_factors(self, arm: Arm) -> tuple[float, float]:
-        """The factors by which an arm's levers change the GPU's and the host's time."""
+        """Return the factors by which an arm's levers change the GPU's and the host's time."""
         has = levers_of(arm, self.levers)
         together = self.pair[2] if self.pair is not None and {*self.pair[:2]} <= has else 1.0
         gpu, host = (math.prod(self.levers[name][at] for name in has) for at in (0, 1))
@@ -120,7 +120,7 @@ class World:
     # Memory
 
     def peak_bytes(self, candidate: Candidate) -> int:
-        """Peak reserved bytes."""
+        """Return the candidate's peak reserved bytes."""
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
         a_sample = self.sample_bytes["16" if arm.precision in _16_BIT else "32"]
         a_sample *= self.checkpointed_share if arm.gradient_checkpointing else 1.0
@@ -131,18 +131,18 @@ class World:
         return int(allocated * (1 + self.fragmentation))
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether a trial of the candidate stays under the line and does not fail for good."""
+        """Return whether a trial of the candidate stays under the memory line and does not always fail."""
         return self.peak_bytes(candidate) <= self.ceiling.line_bytes and self.failure(candidate) is None
 
     @property
     def ceiling(self) -> Ceiling:
-        """The memory ceiling."""
+        """Return the memory ceiling."""
         return Ceiling(None, self.cap_bytes + _CONTEXT_BYTES, _CONTEXT_BYTES, Headroom(0.03))
 
     # Time
 
     def gpu_step_seconds(self, candidate: Candidate) -> float:
-        """Seconds of a step in which the GPU computes."""
+        """Return the seconds of a step in which the GPU computes."""
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
         micro = self.gpu_seconds[arm.precision] * (batch + self.small_batch)
         micro *= self.recomputing if arm.gradient_checkpointing else 1.0
@@ -150,7 +150,7 @@ class World:
         return candidate.gradient_accumulation_steps * micro + self.optimizer_seconds
 
     def step_seconds(self, candidate: Candidate) -> float:
-        """The true mean seconds of a step over all processes."""
+        """Return the true mean seconds of a step over all processes."""
         arm = candidate.arm
         floor = self.host_seconds[arm.precision] * (self.recomputing if arm.gradient_checkpointing else 1.0)
         floor *= self.lever_factors(arm)[1]
@@ -160,15 +160,15 @@ class World:
         return seconds / (self.pinned_gain if arm.cpu_affinity else 1.0)
 
     def speed(self, candidate: Candidate) -> float:
-        """True mean samples a second."""
+        """Return the true mean samples a second."""
         return candidate.samples_per_step / self.step_seconds(candidate)
 
     def busy_share(self, candidate: Candidate) -> float:
-        """The GPU's share of a step."""
+        """Return the share of a step in which the GPU computes."""
         return min(1.0, self.gpu_step_seconds(candidate) / self.step_seconds(candidate))
 
     def process_deviation(self, candidate: Candidate) -> float:
-        """Relative standard deviation between the means of processes: small where the GPU limits the step."""
+        """Return the relative standard deviation between processes: small where the GPU limits the step."""
         waits = self.busy_share(candidate) < 0.9
         if not waits:
             return min(self.process_noise, 0.01)
@@ -177,7 +177,7 @@ class World:
     # Faults
 
     def failure(self, candidate: Candidate) -> Failed | OutOfMemory | None:
-        """How every trial of the candidate ends for reasons that are not the device's memory."""
+        """Return the outcome of a candidate that always fails, but for the device's memory; ``None`` for others."""
         if self.failing_lever in levers_of(candidate.arm, self.levers) or not self._has_shapes(candidate.arm):
             return Failed("error", "RuntimeError: this lever cannot be had")
         if candidate.arm.describe() in self.broken:
@@ -193,13 +193,14 @@ class World:
         return None
 
     def _luck(self, candidate: Candidate) -> float:
+        """Return a number from 0 to 1 that decides the faults of a candidate, always the same."""
         arm = dataclasses.replace(candidate.arm, cpu_affinity=False)
         return random.Random(f"{self.seed} {arm} {candidate.per_device_train_batch_size}").random()
 
     # The search
 
     def prepared(self) -> Prepared:
-        """The search of this world, ready to begin."""
+        """Return the prepared search of this world."""
         memory_bytes = self.cap_bytes + _CONTEXT_BYTES
         device = Device("cuda", 0, "GPU-world", "World", memory_bytes, 0, 0, memory_bytes, "580", (9, 0))
         request = SearchRequest(
@@ -222,7 +223,7 @@ class World:
         return not self.shapes_vary or arm.length_multiple is not None or not (arm.torch_compile or arm.cuda_graphs)
 
     def candidates(self, prepared: Prepared) -> Iterator[Candidate]:
-        """Every candidate of the first level on which one fits."""
+        """Yield every fitting candidate of the first level of batch sizes on which one fits."""
         space = prepared.space
         for multiple in space.batches.levels():
             found = []
@@ -234,7 +235,7 @@ class World:
                 return
 
     def _arms(self, arm: Arm) -> list[Arm]:
-        """An arm with every set of levers."""
+        """Return an arm with every possible set of levers."""
         arms = {arm}
         for name in self.levers:
             given = [with_lever(each, name, self.levers) for each in arms]
@@ -370,11 +371,11 @@ class Machine:
         self.trials = 0
 
     def clock(self) -> float:
-        """The simulated time."""
+        """Return the simulated time."""
         return self.seconds
 
     def process_factor(self, candidate: Candidate) -> float:
-        """How much slower than the mean of all processes one more is."""
+        """Draw the factor by which a new process is slower than the mean of all."""
         return math.exp(self._rng.gauss(0, self._world.process_deviation(candidate)))
 
     def run(self, candidate: Candidate, effort: Effort) -> Outcome:
@@ -409,6 +410,7 @@ class Machine:
         )
 
     def _steps(self, mean: float, candidate: Candidate, effort: Effort) -> list[float]:
+        """Draw the seconds of each step of a trial with this mean, until the effort is satisfied."""
         world, rng = self._world, self._rng
         share = min(1.0, max(3, effort.max_micro_steps) / candidate.gradient_accumulation_steps)
         steps: list[float] = []
@@ -432,7 +434,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    """What a search came to in one world."""
+    """The result of a search in one world."""
 
     seed: int
     ended: bool
@@ -456,7 +458,7 @@ _MOST_TRIALS = 400
 
 
 def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
-    """Search in a world to the end, with so many trials at the same time."""
+    """Search in a world to the end, with at most ``slots`` trials at the same time."""
     prepared = world.prepared()
     machine = Machine(world, repeat)
     memory = PredictedWorld(world, world.prediction_factor) if world.prediction_factor is not None else None
@@ -489,6 +491,7 @@ def play(world: World, repeat: int = 0, slots: int = 1) -> Result:
 
 
 def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> Result:
+    """Compare the answer of a search that has ended with the best candidate of its world."""
     possible = list(world.candidates(prepared))
     best, covered, width, processes = plan.best(), None, None, 0
     regret = 0.0
@@ -590,7 +593,7 @@ def play_seeds(seeds: range, draw: Callable[[int], World] = draw) -> list[Result
 
 
 def play_many(first: int, count: int, draw: Callable[[int], World] = draw) -> list[Result]:
-    """Search in so many worlds, on all cores."""
+    """Search in the worlds of ``count`` seeds, on all cores."""
     size = max(1, min(250, count // (os.cpu_count() or 1)))
     parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
     with ProcessPoolExecutor() as pool:
@@ -599,7 +602,7 @@ def play_many(first: int, count: int, draw: Callable[[int], World] = draw) -> li
 
 
 def main() -> None:
-    """Play and print."""
+    """Search in the worlds that the command line names, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")

@@ -42,7 +42,7 @@ DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
 
 
 class Guard:
-    """An ASGI application that refuses requests for another one, limits their bodies, and adds security headers."""
+    """The service's outermost ASGI application: refuses requests, limits their bodies, and adds security headers."""
 
     def __init__(self, app: FastAPI, names: Collection[str]) -> None:
         self._app = app
@@ -165,7 +165,7 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
 
 
 class OncePerMinute(logging.Filter):
-    """Lets through asyncio's message of a socket that it cannot accept once a minute; asyncio logs it at each try."""
+    """Logs the failures of ``socket.accept()`` in asyncio at most once a minute; asyncio logs each of its tries."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,6 +313,7 @@ async def _reader(request: Request) -> TokenRecord:
 
 
 async def _writer(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecord:
+    """Return the request's token if it may write. Raises ``ServiceError`` for one that may only read."""
     if not token.may_write:
         raise ServiceError(
             f"the token {token.name!r} may only read", "ask the operator for one with the role run", status=403
@@ -321,6 +322,7 @@ async def _writer(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecor
 
 
 async def _counted_submitter(request: Request, token: Annotated[TokenRecord, Depends(_writer)]) -> TokenRecord:
+    """Return a token that may write, and count a submission of it."""
     access_of(request).count_submission(token)
     return token
 

@@ -56,6 +56,7 @@ def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
 
 
 def _null_for_nonfinite(value: Any) -> Any:
+    """Return JSON data with ``None`` in place of NaN and infinity."""
     if isinstance(value, dict):
         return {name: _null_for_nonfinite(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -64,7 +65,7 @@ def _null_for_nonfinite(value: Any) -> Any:
 
 
 class _Feed:
-    """What happened to one search, read once for all who listen, by a task that ends with the last listener."""
+    """The events of one search, read once for all listeners by a task that ends with the last of them."""
 
     def __init__(self, searches: Searches, access: Access, job_id: str) -> None:
         self._searches = searches
@@ -89,7 +90,7 @@ class _Feed:
             self._tell()
 
     async def _follow(self) -> None:
-        """Read what happens to the search and wake the listeners, until its end."""
+        """Read new events and the status, and wake the listeners, until the search ends."""
         while not self._searches.is_closing:
             changed = self._searches.changes.next_event(self._job_id)
             job, found = await run_in_threadpool(self._read_news)

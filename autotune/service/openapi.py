@@ -23,7 +23,7 @@ from autotune.verify.throughput import VerificationDocument
 
 
 class ProblemDocument(TypedDict):
-    """What is wrong with a request (RFC 9457), with the exit code that the command would end with."""
+    """The problem with a request (RFC 9457), with the exit code of the command line."""
 
     type: str
     title: str
@@ -42,7 +42,7 @@ class FailureDocument(TypedDict):
 
 
 class NeedsDocument(TypedDict):
-    """What a search needs of a machine; ``null`` leaves it open."""
+    """The devices that a search needs; ``null`` leaves a property open."""
 
     device_kind: str | None
     gpu: str | None
@@ -51,7 +51,7 @@ class NeedsDocument(TypedDict):
 
 
 class PlaceDocument(TypedDict):
-    """Where a search runs, or ran last."""
+    """The host and devices on which a search runs, or ran last."""
 
     host: str
     kind: NotRequired[str]
@@ -60,7 +60,7 @@ class PlaceDocument(TypedDict):
 
 
 class StatusDocument(TypedDict):
-    """What runs now, in words."""
+    """The running trial and the best so far, in words."""
 
     running: str
     best: NotRequired[str]
@@ -68,7 +68,7 @@ class StatusDocument(TypedDict):
 
 
 class LinksDocument(TypedDict):
-    """Where more of a search is."""
+    """URL paths of a search's events, trials, report, export and page."""
 
     self: str
     events: str
@@ -79,7 +79,7 @@ class LinksDocument(TypedDict):
 
 
 class SearchDocument(TypedDict):
-    """A search. ``waits_for`` says why one does not run yet, or what one that was started waits for."""
+    """A search. ``waits_for`` is the reason why it does not run yet, or waits after its start."""
 
     id: str
     number: int
@@ -147,7 +147,7 @@ class AdvisedDocument(TypedDict):
 
 
 class VerifyingDocument(SearchDocument):
-    """A verification as a search of the queue, with what it has shown once it has ended."""
+    """A verification: a job like a search, with its result once it has ended."""
 
     verification: VerificationDocument | None
     lines: list[str] | None
@@ -276,7 +276,7 @@ def search_body() -> Document:
 
 
 def prediction_body(command: Command) -> Document:
-    """Return the schema of a request for what ``predict`` or ``advise`` prints."""
+    """Return the schema of a request for ``predict`` or ``advise``."""
     return _json_body({**_options_schema(NAMES[command]), "required": ["model"]})
 
 
@@ -292,6 +292,7 @@ def _json_body(schema: Document) -> Document:
 
 
 def _options_schema(names: Sequence[str]) -> Document:
+    """Return the schema of an object with these options."""
     options = (BY_NAME[name] for name in names)
     properties = {option.name: {**_values(option.kind), "description": option.help} for option in options}
     return {"type": "object", "properties": properties, "additionalProperties": False}

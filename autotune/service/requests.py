@@ -189,7 +189,7 @@ def read_priority(document: Document) -> int:
 
 
 def _check_names(document: Mapping[str, Any], known: Sequence[str], what: str) -> None:
-    """Raise ``InvalidRequestError`` for options that ``what`` does not have over HTTP."""
+    """Raise ``InvalidRequestError`` for a name that is not ``known``; ``what`` is the command in the message."""
     for name in document:
         if name in BRINGS_CODE:
             raise InvalidRequestError(

@@ -232,6 +232,7 @@ class Runner:
     # Following
 
     def _follow_in_thread(self, running: _Running) -> None:
+        """Start the thread that takes the messages of a running job."""
         running.thread = threading.Thread(target=self._follow, args=(running,), name="follow", daemon=True)
         with self._guard:
             self._running[running.job.id] = running
@@ -349,12 +350,14 @@ class Runner:
             self._put_back(job, end.get("why") or "its process was ended", is_lost=is_lost and not self._is_closing)
 
     def _end(self, job: JobRecord, state: Any, problem: Document | None) -> None:
+        """Record that a job has finished or failed, unless another attempt runs it by now."""
         with contextlib.suppress(AttemptOverError):
             self.store.queue.end(job.id, job.attempts, state, problem)
             log.info("search ended", extra={"fields": _log_fields(job, state=state)})
         self.changes.notify(job.id)
 
     def _put_back(self, job: JobRecord, why: str, *, is_lost: bool) -> None:
+        """Put a job back into the queue after an attempt without a result, unless another attempt runs it by now."""
         with contextlib.suppress(AttemptOverError):
             state = self.store.queue.put_back(job.id, job.attempts, why, is_lost=is_lost)
             log.info("search put back", extra={"fields": _log_fields(job, state=state, why=why)})

@@ -80,7 +80,7 @@ class Searches:
         self.predictions.close()
         self.runner.close()
 
-    # Taking in
+    # Submitting
 
     def submit(self, document: Any, *, by: TokenRecord, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queue a search; return its job and whether it is new.
@@ -144,6 +144,7 @@ class Searches:
         return job, True
 
     def _check_queue_length(self) -> None:
+        """Raise ``ServiceError`` where the queue is full."""
         if self.store.queue.count_queued() >= MOST_QUEUED:
             raise ServiceError(
                 f"{MOST_QUEUED} searches wait already", "cancel some of them, or try again later", status=429
@@ -170,7 +171,7 @@ class Searches:
                     return job
         return None
 
-    # Looking
+    # Reading
 
     def job(self, job_id: str) -> JobRecord:
         """Return a job by its id, or the latest job of a study. Raises ``UnknownStudyError`` for others."""
@@ -204,6 +205,7 @@ class Searches:
         return {job.id: self._result_lines.get(job.id, "no result") for job in finished}
 
     def _line_of_verification(self, job: JobRecord) -> str | None:
+        """Return the verdict of a verification in words; ``None`` without a result."""
         shown = (self.verification(job) or {}).get("verification")
         if not shown:
             return None
@@ -211,6 +213,7 @@ class Searches:
         return words.get(shown["verdict"], f"the promise is {shown['verdict']}")
 
     def _line_of_study(self, job: JobRecord) -> str | None:
+        """Return speed and configuration of the winner in words; ``None`` without a winner."""
         report = self.report(job)
         if report.best is None:
             return None
@@ -225,7 +228,7 @@ class Searches:
         return [trial_document(trial_view(report, trial)) for trial in report.trials]
 
     def describe_all(self, jobs: Sequence[JobRecord]) -> list[SearchDocument]:
-        """Return jobs as the API shows them."""
+        """Return the API's JSON documents of jobs."""
         queued = [job for job in jobs if job.state == "queued"]
         hosts = self.engine.hosts() if queued else []
         ahead = self.store.queue.ahead_of(queued)
@@ -235,10 +238,11 @@ class Searches:
         return [self._describe(job, waits[job.id]) for job in jobs]
 
     def describe(self, job: JobRecord) -> SearchDocument:
-        """Return a job as the API shows it."""
+        """Return the API's JSON document of a job."""
         return self.describe_all([job])[0]
 
     def _describe(self, job: JobRecord, waits: str | None) -> SearchDocument:
+        """Return the API's JSON document of a job; ``waits`` is the reason why it waits."""
         path = f"/v1/searches/{job.id}"
         times = {name: getattr(job, name) for name in ("submitted_at", "started_at", "ended_at")}
         links = {name: f"{path}/{name}" for name in ("events", "trials", "report", "export")}
@@ -255,7 +259,7 @@ class Searches:
         )
 
     def unmet(self, document: Document) -> str | None:
-        """Return what a request would wait for besides its turn; ``None`` where a machine meets its needs."""
+        """Return why no machine could run a request; ``None`` where one meets its needs."""
         needs = read_needs(document.get("needs"), document.get("device"), document.get("gpus"))
         return unmet(needs, self.engine.hosts())
 
@@ -335,14 +339,14 @@ def _note(message: str, **fields: object) -> None:
 
 
 def waits_for(job: JobRecord, hosts: Sequence[Host], ahead: int) -> str:
-    """Return what a queued job waits for: a device, or the jobs before it."""
+    """Return why a queued job waits, in words: for a device, or for the jobs before it."""
     if (missing := unmet(job.needs, hosts)) is not None:
         return missing
     return "it is the next in the queue" if ahead == 0 else f"{ahead} before it in the queue"
 
 
 def describe_devices(searches: Searches) -> list[Document]:
-    """Return the devices as the API shows them, each with its running search."""
+    """Return the API's JSON documents of the devices, each with its running search."""
     found = []
     for host in searches.engine.hosts():
         for device in host.devices:

@@ -195,6 +195,7 @@ async def _run(
 
 
 def _engine(settings: Settings) -> Engine:
+    """Return the engine of these settings: local, or on a Ray cluster."""
     if settings.executor is None:
         return LocalEngine()
     from autotune.engine.ray import RayEngine

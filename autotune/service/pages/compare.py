@@ -82,6 +82,7 @@ class Group:
 
 
 def _interval_row(each: Compared, number: int) -> IntervalRow:
+    """Return the chart's row of a search; ``number`` selects its colour."""
     speed = each.best.speed
     low, high = speed.interval()
     value = f"{format_rate(speed.samples_per_second)}{format_next_run(speed.relative_half_width)}"

@@ -54,7 +54,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def not_in_fields(job: JobRecord) -> str | None:
-    """Return a sentence on needs of a job outside of form and command; ``None`` without such needs."""
+    """Return a sentence on needs that neither the form nor the command can ask for; ``None`` without such needs."""
     if job.needs.memory_bytes is None:
         return None
     return (

@@ -96,7 +96,7 @@ def listing(
     find: Annotated[str, Query(max_length=200)] = "", sort: JobOrder = "submitted", up: bool = False,
     place: Annotated[int, Query(alias="page", ge=1, le=100_000)] = 1,
 ) -> Response:  # fmt: skip
-    """Show searches of a state whose name, owner, model or device contains a text, in an order."""
+    """List the searches of a state whose name, owner, model or device contains the text ``find``."""
     asked = {"state": state, "find": find, "sort": sort, "up": up}
     found = searches.store.queue.listed(
         states=_STATES[state],
@@ -135,7 +135,7 @@ async def home(request: Request, visitor: Visitor, searches: Known) -> Response:
 
 @router.post("/searches", include_in_schema=False)
 async def submit(request: Request, token: Submitter, searches: Known) -> Response:
-    """Queue what the form asks for; show the form again with what is wrong."""
+    """Queue the search that the form asks for; for an invalid request show the form again with the error."""
     form = await form_fields(request)
     try:
         job, _ = await run_in_threadpool(lambda: searches.submit(read_form(form), by=token))

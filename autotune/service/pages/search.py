@@ -82,7 +82,7 @@ async def parts(request: Request, search: str, token: Reader, searches: Known) -
 
 
 def _asked(job: JobRecord, url: str) -> dict[str, object]:
-    """Return the request of a job to show: its command, its options, a link to the form, what neither of them has."""
+    """Return a job's request for its page: command, options, link to the filled-in form, and needs that neither has."""
     fields = fields_of(job)
     told = {name: text for name, text in fields.items() if name not in ("model", "code", "study")}
     options = [on_command_line(name, text) for name, text in told.items()]
