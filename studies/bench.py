@@ -32,6 +32,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -211,30 +212,17 @@ def whole_grid(path: Path) -> Cost:
 # All of them
 
 
-@dataclass(frozen=True)
-class Task:
-    """Every seed of one sampler on one landscape."""
-
-    path: Path
-    sampler: str
-    seeds: range
-    within: float
-    budget: int
-    prediction_seconds: float | None
-    """``None``: as long as was measured."""
-
-
-def run_task(task: Task) -> list[Run]:
-    """Run the seeds of a task; called in a process of its own."""
+def run_seeds(options: argparse.Namespace, path: Path, sampler: str, seeds: range) -> list[Run]:
+    """Run some seeds of one sampler on one landscape; called in a process of its own."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.simplefilter("ignore")
-    if task.sampler != OURS:
-        return [peer(task.path, task.sampler, seed, task.within, task.budget) for seed in task.seeds]
+    if sampler != OURS:
+        return [peer(path, sampler, seed, options.within, options.budget) for seed in seeds]
+    seconds = options.prediction_seconds
+    if seconds is None:
+        seconds = PREDICTION_SECONDS.get(path.name.split("_")[0], _SLOWEST)
     with tempfile.TemporaryDirectory() as folder, open_store(str(Path(folder) / "bench.db")) as store:
-        seconds = task.prediction_seconds
-        if seconds is None:
-            seconds = PREDICTION_SECONDS.get(task.path.name.split("_")[0], _SLOWEST)
-        return [search(task.path, store, seed, task.within, seconds) for seed in task.seeds]
+        return [search(path, store, seed, options.within, seconds) for seed in seeds]
 
 
 def run_all(paths: Sequence[Path], options: argparse.Namespace) -> list[Run]:
@@ -243,15 +231,10 @@ def run_all(paths: Sequence[Path], options: argparse.Namespace) -> list[Run]:
     names = [OURS, *(name for name in SAMPLERS if name != "GP" or has_scipy)]
     # The slowest first, so that no core waits for it in the end.
     names.sort(key=lambda name: name != "GP")
-    tasks = [
-        Task(path, name, seeds, options.within, options.budget, options.prediction_seconds)
-        for name in names
-        for path in paths
-        for seeds in _portions(options.seeds)
-    ]
+    tasks = [(path, name, seeds) for name in names for path in paths for seeds in _portions(options.seeds)]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        runs = [run for runs in pool.map(run_task, tasks) for run in runs]
+        runs = [run for runs in pool.map(partial(run_seeds, options), *zip(*tasks, strict=True)) for run in runs]
     order = [OURS, *SAMPLERS]
     return sorted(runs, key=lambda run: (run.landscape, order.index(run.sampler), run.seed))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,12 @@ matplotlib.use("Agg")
 
 import matplotlib.patches
 from matplotlib import pyplot
+from recorded_steps import ROOT, RUNS, read_lines
 
-ROOT = Path(__file__).resolve().parents[1]
-SEARCH = ROOT / "studies" / "runs" / "bert-large-uncased_h200_24GiB_search.json"
+SEARCH = RUNS / "bert-large-uncased_h200_24GiB_search.json"
 GRID = ROOT / "tests" / "landscapes" / "bert-large-uncased_h200_cap23.5GiB_effective64.jsonl"
-LEVERS = ROOT / "studies" / "runs" / "h200_levers.jsonl"
-TEXTS = ROOT / "studies" / "runs" / "texts.jsonl"
+LEVERS = RUNS / "h200_levers.jsonl"
+TEXTS = RUNS / "texts.jsonl"
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32")
 BATCHES = (8, 16, 32, 64)
 # Out-of-memory marks stand below zero, one row each, so that they do not cover one another.
@@ -56,10 +55,9 @@ THEMES = (
 def main() -> None:
     """Draw both versions."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "images"
-    grid = [row for row in _rows() if row["attn_implementation"] == "sdpa"]
+    grid = [row for row in read_lines(GRID)[1:] if row["attn_implementation"] == "sdpa"]
     search = json.loads(SEARCH.read_text(encoding="utf-8"))
-    searches = [json.loads(line) for line in LEVERS.read_text(encoding="utf-8").splitlines()]
-    texts = [json.loads(line) for line in TEXTS.read_text(encoding="utf-8").splitlines()]
+    searches, texts = read_lines(LEVERS), read_lines(TEXTS)
     for theme in THEMES:
         with pyplot.rc_context(_settings(theme)):
             draw_gains(theme, texts, _last_searches(searches), folder / f"gains-{theme.name}.svg")
@@ -67,17 +65,13 @@ def main() -> None:
             draw_levers(theme, searches, folder / f"levers-{theme.name}.svg")
 
 
-def _rows() -> Iterator[dict[str, Any]]:
-    lines = GRID.read_text(encoding="utf-8").splitlines()
-    yield from (json.loads(line) for line in lines[1:])
-
-
 def draw(theme: Theme, grid: list[dict[str, Any]], search: dict[str, Any], file: Path) -> None:
     """Draw one version of the search."""
     figure, axes = pyplot.subplots(figsize=(8.4, 4.6), layout="constrained")
     for precision in PRECISIONS:
         for checkpointing in (False, True):
-            _draw_arm(axes, theme, [r for r in grid if _is_of(r, precision, checkpointing)])
+            arm = (precision, checkpointing)
+            _draw_arm(axes, theme, [row for row in grid if (row["precision"], row["gradient_checkpointing"]) == arm])
     for trial in search["trials"]:
         _draw_trial(axes, theme, trial, is_best=trial["number"] == search["best"]["number"])
     _dress(axes, theme, grid, search)
@@ -181,10 +175,6 @@ def draw_levers(theme: Theme, searches: list[dict[str, Any]], file: Path) -> Non
     ]
     axes.legend(handles=handles, frameon=False, fontsize=9, loc="lower right")
     _save(figure, file)
-
-
-def _is_of(row: dict[str, Any], precision: str, checkpointing: bool) -> bool:
-    return bool(row["precision"] == precision and row["gradient_checkpointing"] == checkpointing)
 
 
 def _draw_arm(axes: Any, theme: Theme, rows: list[dict[str, Any]]) -> None:

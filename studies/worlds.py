@@ -587,18 +587,15 @@ def _coverage(results: list[Result]) -> float:
     return sum(bool(r.covered) for r in results) / max(1, len(results))
 
 
-def play_seeds(seeds: range, draw: Callable[[int], World] = draw) -> list[Result]:
-    """Search in the worlds of these seeds."""
-    return [play(draw(seed)) for seed in seeds]
-
-
 def play_many(first: int, count: int, draw: Callable[[int], World] = draw) -> list[Result]:
     """Search in the worlds of ``count`` seeds, on all cores."""
     size = max(1, min(250, count // (os.cpu_count() or 1)))
-    parts = [range(at, min(at + size, first + count)) for at in range(first, first + count, size)]
     with ProcessPoolExecutor() as pool:
-        played = pool.map(partial(play_seeds, draw=draw), parts)
-        return [result for part in played for result in part]
+        return list(pool.map(partial(_play_drawn, draw), range(first, first + count), chunksize=size))
+
+
+def _play_drawn(draw: Callable[[int], World], seed: int) -> Result:
+    return play(draw(seed))
 
 
 def main() -> None:
