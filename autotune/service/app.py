@@ -118,6 +118,4 @@ class _Dashboard:
         if self._made is None:
             made: Any = await run_in_threadpool(lambda: app_over(DashboardStorage(self._store), way_back="/"))
             self._made = WSGIMiddleware(made)
-        # The guard has checked the host name already; the dashboard accepts only names of this machine.
-        headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
-        await self._made({**scope, "headers": [*headers, (b"host", b"localhost")]}, receive, send)
+        await self._made(scope, receive, send)

@@ -277,8 +277,10 @@ def test_the_optuna_dashboard_is_for_those_who_have_a_token(
 ) -> None:
     writer.post("/v1/searches", json=LARGE)
     run_recorded(searches, on_gpu)
-    with TestClient(make_app(searches), base_url=URL, follow_redirects=False) as client:
+    app, url = make_app(searches, ["gpu-box.example"]), "https://gpu-box.example"
+    with TestClient(app, base_url=url, follow_redirects=False) as client:
         assert client.get("/dashboard").headers["location"] == "/"
+        assert client.get("/dashboard", headers={"Host": "other.example"}).status_code == 421
         assert client.get("/api/studies").status_code == 303
         client.post("/session", data={"token": store.queue.add_token("bob", "read")})
         page = client.get("/dashboard/").text
