@@ -51,10 +51,10 @@ def predict(
             predicted, problem = predicted_document(gpu, gpu_spec, storage, options)
         if problem is not None and ctx.get_parameter_source("storage") is not ParameterSource.DEFAULT:
             click.echo(f"autotune: what was predicted is not kept: {problem.message}", err=True)
-    from autotune.results.predicted import gpu_view
+    from autotune.results.predicted import read_gpu_document
     from autotune.results.prediction_text import accuracy_lines, prediction_lines
 
-    gpus = [gpu_view(document) for document in predicted["gpus"]]
+    gpus = [read_gpu_document(document) for document in predicted["gpus"]]
     unfit = [gpu.gpu for gpu in gpus if not any(arm.fitting for arm in gpu.arms)]
     # What is not predicted may fit.
     may_fit = any(arm.fitting or not arm.batches for gpu in gpus for arm in gpu.arms)

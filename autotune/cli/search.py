@@ -86,7 +86,7 @@ def search(
 def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> None:
     """Print the plan of a search without running it."""
     from autotune.cli.view import waiting
-    from autotune.results.predicted import gpu_view
+    from autotune.results.predicted import read_gpu_document
     from autotune.results.prediction_text import prediction_lines
     from autotune.tuning.run import dry_run_document
 
@@ -112,7 +112,7 @@ def _print_dry_run(request: SearchRequest, storage: str, *, as_json: bool) -> No
     if document["predicted"] is None:
         print_lines(["predicted       nothing, on a CPU: trials find out what fits"])
         return
-    predicted = gpu_view(document["predicted"])
+    predicted = read_gpu_document(document["predicted"])
     print_lines(prediction_lines([predicted], all_batches=False, anatomy=False, columns=terminal_columns()))
 
 

@@ -12,6 +12,7 @@ from autotune.core.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from autotune.estimate.pooling import Speed
+    from autotune.results.predicted import BatchDocument
     from autotune.store.records import TrialRecord
 
 
@@ -21,9 +22,9 @@ _LEAST_WIDTH = 16
 _UNEVEN = 0.1
 
 
-def batch_cell(candidate: Candidate) -> str:
-    """Return per-device batch × accumulation: ``32 × 2``."""
-    return f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
+def batch_cell(of: Candidate | BatchDocument) -> str:
+    """Return per-device batch × accumulation of a candidate or a prediction: ``32 × 2``."""
+    return f"{of.per_device_train_batch_size} × {of.gradient_accumulation_steps}"
 
 
 def speed_cell(outcome: Outcome | None) -> str:

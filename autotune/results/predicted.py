@@ -1,13 +1,13 @@
-"""Write and read the JSON documents of predictions: what ``predict`` and ``advise`` print."""
+"""Hold what is predicted for GPUs, as ``predict`` and ``advise`` print it in text and as JSON."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from autotune.core.candidate import Arm, Candidate, Document
+from autotune.core.candidate import Arm, Document
 from autotune.core.schema import decode, make_record, record_fields
 from autotune.core.workload import Workload
 from autotune.devices.gpus import CHECKED_AGAINST, Prices
@@ -76,31 +76,53 @@ class TimedBatchDocument(SpeedDocument, BatchDocument):
     """A batch whose speed is predicted, too."""
 
 
+@dataclass(frozen=True)
+class ArmPrediction(Arm):
+    """A configuration with what is predicted of it: the fields of an arm, and its batches."""
+
+    largest_batch: int | None = None
+    batches: tuple[BatchDocument, ...] = ()
+    why_not: str | None = None
+    """Why nothing is predicted, where that is known."""
+
+    @property
+    def arm(self) -> Arm:
+        """The configuration alone."""
+        return Arm(**{name: getattr(self, name) for name, _ in record_fields(Arm)})
+
+    @property
+    def fitting(self) -> list[BatchDocument]:
+        """The batches that fit."""
+        return [batch for batch in self.batches if batch.fits]
+
+    @property
+    def fastest(self) -> BatchDocument | None:
+        """The fastest batch that fits, or the largest without predicted speeds; ``None`` where none fits."""
+        return max(self.fitting, key=lambda batch: (speed_of(batch), batch.per_device_train_batch_size), default=None)
+
+
+def speed_of(batch: BatchDocument) -> float:
+    """Return the predicted samples a second of a batch; 0 without a prediction."""
+    return batch.samples_per_second if isinstance(batch, TimedBatchDocument) else 0.0
+
+
+def best_of(arms: Sequence[ArmPrediction]) -> tuple[ArmPrediction, TimedBatchDocument] | None:
+    """Return the fastest configuration with its batch that fits; ``None`` where none has a predicted speed."""
+    timed = [(arm, batch) for arm in arms for batch in arm.fitting if isinstance(batch, TimedBatchDocument)]
+    return max(timed, key=lambda pair: pair[1].samples_per_second, default=None)
+
+
 @functools.cache
 def arm_prediction_type() -> type[Any]:
-    """Return the msgspec type of a configuration with all its batches."""
-    return make_record(
-        "ArmPrediction",
-        [*record_fields(Arm), ("largest_batch", int | None), ("batches", list[Any]), ("why_not", str | None, None)],
-    )
+    """Return the msgspec type of a configuration with all its batches: an ``ArmPrediction`` without defaults."""
+    added = [("largest_batch", int | None), ("batches", list[Any]), ("why_not", str | None, None)]
+    return make_record("ArmPrediction", [*record_fields(Arm), *added])
 
 
 @functools.cache
 def best_prediction_type() -> type[Any]:
     """Return the msgspec type of a configuration at its fastest batch."""
     return make_record("BestPrediction", [*record_fields(Arm), *record_fields(TimedBatchDocument)])
-
-
-def best_of(arms: Sequence[Any]) -> Any:
-    """Return the fastest configuration and batch that fits; ``None`` where none has a predicted speed."""
-    timed = [
-        (arm, batch) for arm in arms for batch in arm.batches if batch.fits and isinstance(batch, TimedBatchDocument)
-    ]
-    if not timed:
-        return None
-    arm, batch = max(timed, key=lambda pair: pair[1].samples_per_second)
-    parameters = {name: getattr(arm, name) for name, _ in record_fields(Arm)}
-    return best_prediction_type()(**parameters, **vars(batch))
 
 
 @dataclass(frozen=True)
@@ -120,6 +142,38 @@ class GpuPredictionDocument:
     best: Any
     """The fastest that fits; ``None`` without a predicted speed, or if none fits."""
     arms: list[Any]
+
+    @property
+    def ranks(self) -> int:
+        """Number of GPUs that train together."""
+        return int(self.arms[0].ranks)
+
+    @property
+    def trained(self) -> Workload:
+        """The workload, with an empty config."""
+        return _decode_leniently({**self.workload, "config": {}}, Workload)
+
+
+def read_gpu_document(document: Document) -> GpuPredictionDocument:
+    """Return one of the ``gpus`` of a prediction from its JSON. Raises ``ValueError`` for a malformed entry.
+
+    A service of another version may have made it: unknown fields are ignored.
+    """
+    arms = []
+    for of_arm in document["arms"]:
+        batches = [
+            _decode_leniently(batch, TimedBatchDocument if "samples_per_second" in batch else BatchDocument)
+            for batch in of_arm["batches"]
+        ]
+        arms.append(replace(_decode_leniently({**of_arm, "batches": []}, ArmPrediction), batches=tuple(batches)))
+    known = {"best": None, "unquantized_bytes": 0, **document, "arms": []}
+    return replace(_decode_leniently(known, GpuPredictionDocument), arms=arms)
+
+
+def _decode_leniently(document: Document, kind: type[T]) -> T:
+    """Decode a document but ignore unknown fields, which a newer service may send."""
+    names = dict(record_fields(kind))
+    return decode({name: value for name, value in document.items() if name in names}, kind)
 
 
 @dataclass(frozen=True)
@@ -197,6 +251,7 @@ class AdviceDocument:
 
 
 def advice_document(offers: list[Offer], workload: Workload, samples: float, prices: Prices) -> AdviceDocument:
+    """Return the compared offers as ``advise --json`` prints them, in the order to choose."""
     front = pareto_front(offers)
     return AdviceDocument(
         predicted=True,
@@ -208,6 +263,7 @@ def advice_document(offers: list[Offer], workload: Workload, samples: float, pri
 
 
 def _offer_document(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> OfferDocument:
+    """Return the JSON of an offer; ``place`` is its rank by cost."""
     rates = offer.chip.rates
     row = OfferDocument(
         gpu=offer.chip.name,
@@ -232,103 +288,3 @@ def _offer_document(offer: Offer, workload: Workload, place: int | None, is_on_f
         return row
     speed = speed_document(offer.best, workload)
     return FittingOfferDocument(**vars(row), **vars(speed), candidate=offer.best.candidate.parameters())
-
-
-@dataclass(frozen=True)
-class BatchView:
-    """What is predicted of a candidate."""
-
-    candidate: Candidate
-    memory: BatchDocument
-    speed: TimedBatchDocument | None
-    """``None`` where no speed is predicted."""
-
-    @property
-    def samples_per_second(self) -> float:
-        """The predicted speed; 0 without a prediction."""
-        return self.speed.samples_per_second if self.speed is not None else 0.0
-
-    def name(self) -> str:
-        """Return configuration and batch: ``bf16, checkpointing at 32 × 2``."""
-        candidate = self.candidate
-        batch = f"{candidate.per_device_train_batch_size} × {candidate.gradient_accumulation_steps}"
-        return f"{candidate.arm.describe()} at {batch}"
-
-
-@dataclass(frozen=True)
-class ArmView:
-    """What is predicted of a configuration."""
-
-    arm: Arm
-    largest_batch: int | None
-    batches: tuple[BatchView, ...]
-    why_not: str | None = None
-    """Why nothing is predicted, where that is known."""
-
-    @property
-    def fitting(self) -> list[BatchView]:
-        """The batches that fit."""
-        return [batch for batch in self.batches if batch.memory.fits]
-
-    @property
-    def fastest(self) -> BatchView | None:
-        """The fastest batch that fits, or the largest without predicted speeds; ``None`` where none fits."""
-        return max(
-            self.fitting,
-            key=lambda batch: (batch.samples_per_second, batch.candidate.per_device_train_batch_size),
-            default=None,
-        )
-
-
-@dataclass(frozen=True)
-class GpuView:
-    """What is predicted for one kind of GPU."""
-
-    gpu: str
-    workload: Workload
-    """Without its config."""
-    ceiling_bytes: int
-    line_bytes: int
-    fits_below_bytes: int
-    arms: tuple[ArmView, ...]
-    unquantized_bytes: int = 0
-
-    @property
-    def ranks(self) -> int:
-        """Number of GPUs that train together."""
-        return self.arms[0].arm.ranks
-
-    @property
-    def best(self) -> BatchView | None:
-        """The fastest configuration and batch that fits; ``None`` without any."""
-        timed = [batch for arm in self.arms for batch in arm.fitting if batch.speed is not None]
-        return max(timed, key=lambda batch: batch.samples_per_second, default=None)
-
-
-def gpu_view(document: Document) -> GpuView:
-    """Return the view of one entry of ``gpus`` in a prediction. Raises ``ValueError`` for a malformed entry."""
-    arms = []
-    for of_arm in document["arms"]:
-        arm, batches = _decode_leniently(of_arm, Arm), []
-        for batch in of_arm["batches"]:
-            timed = _decode_leniently(batch, TimedBatchDocument) if "samples_per_second" in batch else None
-            memory: BatchDocument = timed or _decode_leniently(batch, BatchDocument)
-            candidate = Candidate(arm, memory.per_device_train_batch_size, memory.gradient_accumulation_steps)
-            batches.append(BatchView(candidate, memory, timed))
-        arms.append(ArmView(arm, of_arm.get("largest_batch"), tuple(batches), of_arm.get("why_not")))
-    return GpuView(
-        document["gpu"],
-        _decode_leniently({**document["workload"], "config": {}}, Workload),
-        document["ceiling_bytes"],
-        document["line_bytes"],
-        document["fits_below_bytes"],
-        tuple(arms),
-        # A service may be of an earlier version.
-        document.get("unquantized_bytes", 0),
-    )
-
-
-def _decode_leniently(document: Document, kind: type[T]) -> T:
-    """Decode a document but ignore unknown fields, which a newer service may send."""
-    names = dict(record_fields(kind))
-    return decode({name: value for name, value in document.items() if name in names}, kind)

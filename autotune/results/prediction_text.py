@@ -10,7 +10,14 @@ from autotune.core.workload import Workload
 from autotune.devices.gpus import Prices
 from autotune.estimate.advice import Offer, pareto_front, rank, sort_offers
 from autotune.results.cells import batch_cell, narrow_table_lines, table_lines
-from autotune.results.predicted import ArmView, BatchView, GpuView
+from autotune.results.predicted import (
+    ArmPrediction,
+    BatchDocument,
+    GpuPredictionDocument,
+    TimedBatchDocument,
+    best_of,
+    speed_of,
+)
 
 # python studies/peak_memory.py, those of one GPU; and the same with tests/landscapes/*.jsonl.
 ACCURACY = (
@@ -68,7 +75,7 @@ _GRADES = {
 
 
 def prediction_lines(
-    gpus: Sequence[GpuView], *, all_batches: bool, anatomy: bool, columns: int | None = None
+    gpus: Sequence[GpuPredictionDocument], *, all_batches: bool, anatomy: bool, columns: int | None = None
 ) -> list[str]:
     """Return the predictions for each GPU, and a comparison of several GPUs, as tables."""
     lines = []
@@ -77,11 +84,11 @@ def prediction_lines(
     return lines + ([*_comparison_lines(gpus, columns), ""] if len(gpus) > 1 else [])
 
 
-def accuracy_lines(gpus: Sequence[GpuView], optims: Sequence[str] = ()) -> list[str]:
+def accuracy_lines(gpus: Sequence[GpuPredictionDocument], optims: Sequence[str] = ()) -> list[str]:
     """Return sentences on the measured accuracy of such predictions."""
     lines = [f"Predicted, not measured: {ACCURACY}."]
-    has_speed = any(gpu.best is not None for gpu in gpus)
-    lines += few_bits_lines(gpus[0].workload.quantize, optims, has_speed=has_speed)
+    has_speed = any(best_of(gpu.arms) is not None for gpu in gpus)
+    lines += few_bits_lines(gpus[0].trained.quantize, optims, has_speed=has_speed)
     if any(gpu.ranks > 1 for gpu in gpus):
         lines += ["Several GPUs:", *(f"  {note}" for note in _RANKS_NOTES)]
     if has_speed:
@@ -105,9 +112,9 @@ def experts_line(unquantized_bytes: int, dtype: str) -> str:
     )
 
 
-def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | None = None) -> list[str]:
+def gpu_lines(gpu: GpuPredictionDocument, *, all_batches: bool, anatomy: bool, columns: int | None = None) -> list[str]:
     """Return the predictions for one kind of GPU as lines."""
-    workload, best = gpu.workload, gpu.best
+    workload, best = gpu.trained, best_of(gpu.arms)
     on = f"{gpu.ranks} × {gpu.gpu}; memory of each" if gpu.ranks > 1 else gpu.gpu
     lines = [
         f"{workload.model} ({workload.task}, {workload.seq_len} tokens) on {on}; {workload.describe_numerics()}; "
@@ -123,7 +130,7 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
     if all_batches:
         head.append("fits")
         rows = [
-            {**_cells(batch, gpu.line_bytes), "configuration": "" if place else arm.arm.describe()}
+            {**_cells(batch, gpu.line_bytes), "configuration": "" if place else arm.describe()}
             for arm in gpu.arms
             for place, batch in enumerate(arm.batches)
         ]
@@ -141,12 +148,12 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
         lines.append(
             "The parts are those at the moment of the peak. Without accumulation that is often before gradients exist."
         )
-    if best is not None and best.speed is not None:
-        lines.append(choice_line(best, gpu.arms))
-        if any(arm.arm.offload_activations for arm in gpu.arms):
+    if best is not None:
+        lines.append(choice_line(*best, gpu.arms))
+        if any(arm.offload_activations for arm in gpu.arms):
             lines.append(_OFFLOADED)
-        if best.speed.unknown_operations:
-            lines.append(unknown_line(best.speed.unknown_operations, best.speed.unknown_operations_share))
+        if best[1].unknown_operations:
+            lines.append(unknown_line(best[1].unknown_operations, best[1].unknown_operations_share))
         if anatomy:
             lines += time_lines(gpu.arms if all_batches else shown, all_batches=all_batches)
     if gpu.ranks > 1:
@@ -154,21 +161,21 @@ def gpu_lines(gpu: GpuView, *, all_batches: bool, anatomy: bool, columns: int | 
     return lines
 
 
-def _has_plain_twin(arm: ArmView, arms: Sequence[ArmView]) -> bool:
+def _has_plain_twin(arm: ArmPrediction, arms: Sequence[ArmPrediction]) -> bool:
     """Return whether every batch that fits with gradients reduced in each micro-step also fits without."""
     plain = replace(arm.arm, sync_each_batch=False)
     twins = [other for other in arms if other.arm == plain]
-    if not arm.arm.sync_each_batch or not twins:
+    if not arm.sync_each_batch or not twins:
         return False
-    fitting = {replace(batch.candidate, arm=plain) for batch in arm.fitting}
-    return fitting <= {batch.candidate for batch in twins[0].fitting}
+    fitting, of_twin = ({batch_cell(batch) for batch in each.fitting} for each in (arm, twins[0]))
+    return fitting <= of_twin
 
 
-def _which_fit(arms: Sequence[ArmView]) -> str:
+def _which_fit(arms: Sequence[ArmPrediction]) -> str:
     """Return a sentence on the strategies that fit, each with its largest batch."""
     each = []
-    for strategy in dict.fromkeys(arm.arm.strategy for arm in arms):
-        own = [arm for arm in arms if arm.arm.strategy == strategy]
+    for strategy in dict.fromkeys(arm.strategy for arm in arms):
+        own = [arm for arm in arms if arm.strategy == strategy]
         if largest := max(arm.largest_batch or 0 for arm in own):
             each.append(f"{strategy} up to {largest} a GPU")
         else:
@@ -176,32 +183,30 @@ def _which_fit(arms: Sequence[ArmView]) -> str:
     return f"What fits: {', '.join(each)}."
 
 
-def choice_line(best: BatchView, arms: Sequence[ArmView]) -> str:
+def choice_line(best: ArmPrediction, speed: TimedBatchDocument, arms: Sequence[ArmPrediction]) -> str:
     """Return a sentence on the configuration to choose, its speed, and those nearly as fast."""
-    speed = best.speed
-    assert speed is not None
+    chosen = f"{best.describe()} at {batch_cell(speed)}"
     low, high = speed.samples_per_second_interval
-    line = f"Choose {best.name()}: {format_rate(speed.samples_per_second)} samples/s"
+    line = f"Choose {chosen}: {format_rate(speed.samples_per_second)} samples/s"
     line += f" ({format_rate(low)} to {format_rate(high)})"
     line += f", {format_rate(speed.tokens_per_second)} tokens/s" if speed.tokens_per_second else ""
     if speed.scaling_efficiency is not None:
         line += f", {speed.scaling_efficiency:.0%} of what so many GPUs would train alone"
     near = [
-        batch.name()
+        name
         for arm in arms
         for batch in arm.fitting
-        if batch.samples_per_second > speed.samples_per_second * (1 - _NEARLY) and batch.name() != best.name()
+        for name in [f"{arm.describe()} at {batch_cell(batch)}"]
+        if speed_of(batch) > speed.samples_per_second * (1 - _NEARLY) and name != chosen
     ]
     line = f"{line}." + (f" Within {_NEARLY:.0%}: {'; '.join(near)}." if near else "")
     return line + _not_compared(arms)
 
 
-def _not_compared(arms: Sequence[ArmView]) -> str:
+def _not_compared(arms: Sequence[ArmPrediction]) -> str:
     """Return a sentence on strategies that fit but have no predicted speed; an empty string without any."""
     names = dict.fromkeys(
-        arm.arm.strategy
-        for arm in arms
-        if arm.arm.strategy is not None and arm.fitting and not any(batch.speed for batch in arm.batches)
+        arm.strategy for arm in arms if arm.strategy is not None and arm.fitting and not any(map(speed_of, arm.batches))
     )
     if not names:
         return ""
@@ -220,13 +225,13 @@ def unknown_line(calls: dict[str, int], share: float) -> str:
     )
 
 
-def time_lines(arms: Sequence[ArmView], *, all_batches: bool) -> list[str]:
+def time_lines(arms: Sequence[ArmPrediction], *, all_batches: bool) -> list[str]:
     """Return the predicted times of an optimizer step, and its GPU time by kind of work, largest first."""
     steps = [
-        (batch.candidate, batch.speed)
+        (arm, batch)
         for arm in arms
-        for batch in (arm.batches if all_batches else filter(None, [arm.fastest]))
-        if batch.speed is not None
+        for batch in (arm.batches if all_batches else [arm.fastest])
+        if isinstance(batch, TimedBatchDocument)
     ]
     totals: dict[str, float] = {}
     shares: dict[str, float] = {}
@@ -236,10 +241,10 @@ def time_lines(arms: Sequence[ArmView], *, all_batches: bool) -> list[str]:
             shares[kind] = max(shares.get(kind, 0.0), seconds / speed.gpu_seconds)
     kinds = sorted((kind for kind in totals if shares[kind] > _LEAST_SHARE), key=lambda kind: -totals[kind])
     rows = []
-    for candidate, speed in steps:
+    for arm, speed in steps:
         cells = [speed.gpu_seconds_by_kind.get(kind, 0.0) for kind in kinds]
         times = [speed.step_seconds, speed.gpu_seconds, *cells, speed.gpu_seconds - sum(cells)]
-        rows.append([candidate.arm.describe(), batch_cell(candidate), *(f"{1000 * time:,.1f}" for time in times)])
+        rows.append([arm.describe(), batch_cell(speed), *(f"{1000 * time:,.1f}" for time in times)])
     head = ["configuration", "batch × acc", "step", "GPU", *(kind.replace("_", " ") for kind in kinds), "other"]
     return [
         "Milliseconds of an optimizer step, of the GPU in it, and of each kind of work on the GPU:",
@@ -247,23 +252,23 @@ def time_lines(arms: Sequence[ArmView], *, all_batches: bool) -> list[str]:
     ]
 
 
-def _comparison_lines(gpus: Sequence[GpuView], columns: int | None) -> list[str]:
+def _comparison_lines(gpus: Sequence[GpuPredictionDocument], columns: int | None) -> list[str]:
     """Return a table with each GPU's best configuration."""
     rows = []
     for gpu in gpus:
-        best = gpu.best
-        if best is None or best.speed is None:
+        best = best_of(gpu.arms)
+        if best is None:
             rows.append([gpu.gpu, "", "", "", ""])
             continue
-        low, high = best.speed.samples_per_second_interval
-        interval = f"{format_rate(low)} to {format_rate(high)}"
-        speed = [format_rate(best.samples_per_second), interval, best.speed.limited_by]
-        rows.append([gpu.gpu, best.candidate.describe(), *speed])
+        arm, batch = best
+        low, high = batch.samples_per_second_interval
+        speed = [format_rate(batch.samples_per_second), f"{format_rate(low)} to {format_rate(high)}", batch.limited_by]
+        rows.append([gpu.gpu, f"{batch_cell(batch)}  {arm.describe()}", *speed])
     head = ["GPU", "choose", "samples/s", "interval", "limited by"]
     return narrow_table_lines(head, rows, columns, _SPARE, folds=1)
 
 
-def _chosen_batch(arm: ArmView, line_bytes: int) -> dict[str, str]:
+def _chosen_batch(arm: ArmPrediction, line_bytes: int) -> dict[str, str]:
     """Return the row of the fastest batch that fits, or of the largest without predicted speeds.
 
     Where none fits, it is the batch with the lowest peak.
@@ -271,26 +276,25 @@ def _chosen_batch(arm: ArmView, line_bytes: int) -> dict[str, str]:
     if arm.fastest is not None:
         cells = _cells(arm.fastest, line_bytes)
     elif arm.batches:
-        least = min(arm.batches, key=lambda batch: batch.memory.peak_reserved_bytes)
-        needs = f"none; {batch_cell(least.candidate)} needs"
+        least = min(arm.batches, key=lambda batch: batch.peak_reserved_bytes)
+        needs = f"none; {batch_cell(least)} needs"
         cells = {**_cells(least, line_bytes), "batch×acc": needs, **dict.fromkeys(_SPEED_HEAD, "")}
     else:
         cells = {"batch×acc": "not predicted"}
-    return {**cells, "configuration": arm.arm.describe()}
+    return {**cells, "configuration": arm.describe()}
 
 
-def _cells(batch: BatchView, line_bytes: int) -> dict[str, str]:
+def _cells(batch: BatchDocument, line_bytes: int) -> dict[str, str]:
     """Return what a batch has in each column of the table."""
-    memory, speed = batch.memory, batch.speed
     cells = {
-        "batch×acc": batch_cell(batch.candidate),
-        "allocated": format_bytes(memory.peak_allocated_bytes),
-        "reserved": f"{format_bytes(memory.peak_reserved_bytes):>8} {memory.peak_reserved_bytes / line_bytes:>4.0%}",
-        "fits": "yes" if memory.fits else "no",
-        **{part: format_bytes(memory.anatomy_bytes.get(part, 0)) for part in _PARTS},
+        "batch×acc": batch_cell(batch),
+        "allocated": format_bytes(batch.peak_allocated_bytes),
+        "reserved": f"{format_bytes(batch.peak_reserved_bytes):>8} {batch.peak_reserved_bytes / line_bytes:>4.0%}",
+        "fits": "yes" if batch.fits else "no",
+        **{part: format_bytes(batch.anatomy_bytes.get(part, 0)) for part in _PARTS},
     }
-    if speed is not None:
-        values = format_rate(speed.samples_per_second), f"{speed.model_flops_utilization:.0%}", speed.limited_by
+    if isinstance(batch, TimedBatchDocument):
+        values = format_rate(batch.samples_per_second), f"{batch.model_flops_utilization:.0%}", batch.limited_by
         cells |= dict(zip(_SPEED_HEAD, values, strict=True))
     return cells
 

@@ -29,12 +29,12 @@ from autotune.estimate.memory import MemoryModel, Question, questions, reserved_
 from autotune.estimate.step_time import StepTime, StepTimeModel
 from autotune.execution import TrialServer
 from autotune.results.predicted import (
+    ArmPrediction,
     BatchDocument,
     GpuPredictionDocument,
     PredictionDocument,
     RanksPredictionDocument,
     TimedBatchDocument,
-    arm_prediction_type,
     best_of,
     speed_document,
 )
@@ -231,12 +231,13 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
 
 
 def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:
-    """Return the JSON of the predictions for one chip."""
+    """Return the predictions for one chip."""
     ceiling = prepared.ceiling
     speeds = StepTimeModel(chip) if chip.rates is not None else None
-    arms = [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.arms]
+    arms = [_arm_prediction(arm, prepared, model, speeds) for arm in prepared.space.arms]
     if not any(arm.largest_batch for arm in arms):
-        arms += [_arm_document(arm, prepared, model, speeds) for arm in prepared.space.saving_arms]
+        arms += [_arm_prediction(arm, prepared, model, speeds) for arm in prepared.space.saving_arms]
+    best = best_of(arms)
     return GpuPredictionDocument(
         gpu=chip.name,
         workload={k: v for k, v in prepared.request.workload.document().items() if k != "config"},
@@ -244,13 +245,13 @@ def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredi
         line_bytes=ceiling.line_bytes,
         fits_below_bytes=ceiling.bounds.below_line_bytes(PREDICTION_MARGIN),
         unquantized_bytes=prepared.unquantized_bytes,
-        best=best_of(arms),
+        best={**encode(best[0].arm), **encode(best[1])} if best is not None else None,
         arms=arms,
     )
 
 
-def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> Any:
-    """Return the JSON of the predictions for one configuration."""
+def _arm_prediction(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> ArmPrediction:
+    """Return the predictions for one configuration at every batch."""
     space, workload = prepared.space, prepared.request.workload
     largest = model.largest_batch(arm)
     operations = model.operations(arm)
@@ -280,7 +281,7 @@ def _arm_document(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: Step
     if not free:
         largest = max((row.per_device_train_batch_size for row in rows if row.fits), default=0)
     why_not = None if rows else why_unpredictable(arm, workload) or model.why_missing(arm)
-    return arm_prediction_type()(**dataclasses.asdict(arm), largest_batch=largest, batches=rows, why_not=why_not)
+    return ArmPrediction(**dataclasses.asdict(arm), largest_batch=largest, batches=tuple(rows), why_not=why_not)
 
 
 def stored_prediction(

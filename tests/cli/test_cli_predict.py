@@ -25,13 +25,13 @@ from autotune.estimate.step_time import StepTime
 from autotune.models.resolve import resolve_model
 from autotune.results.predicted import (
     GpuPredictionDocument,
-    GpuView,
     PredictionDocument,
     RanksPredictionDocument,
     TimedBatchDocument,
     arm_prediction_type,
+    best_of,
     best_prediction_type,
-    gpu_view,
+    read_gpu_document,
 )
 from autotune.results.prediction_text import (
     accuracy_lines,
@@ -225,9 +225,9 @@ def arm(precision: str, *batches: dict[str, Any]) -> dict[str, Any]:
     return {"precision": precision, **plain, "batches": list(batches)}
 
 
-def view(*arms: dict[str, Any], **workload: Any) -> GpuView:
+def view(*arms: dict[str, Any], **workload: Any) -> GpuPredictionDocument:
     """What is predicted of these configurations on a GPU."""
-    return gpu_view(
+    return read_gpu_document(
         {
             "gpu": "rtx-3090",
             "workload": {"model": "some-model", "task": "causal-lm", "seq_len": 512, **workload},
@@ -316,8 +316,8 @@ def test_messages_of_predictions() -> None:
         "76 columns": gpu_lines(view(*wide), **plain, columns=76),
         "60 columns": prediction_lines([widest, widest], **plain, columns=60),
         "a strategy that is not predicted": gpu_lines(view(unknown), **plain),
-        "strategies without a speed": [choice_line(on_two.best, on_two.arms)],
-        "one strategy": [choice_line(on_two.best, on_two.arms[:1])],
+        "strategies without a speed": [choice_line(*best_of(on_two.arms), on_two.arms)],
+        "one strategy": [choice_line(*best_of(on_two.arms), on_two.arms[:1])],
         "operations of no known kind": [
             unknown_line({"notes::scan": 2, "aten::_fft_r2c": 12, "a::b": 1, "a::c": 1, "a::d": 1}, 0.0312)
         ],
