@@ -117,7 +117,7 @@ def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
     """Compare losses and print the result. Raises an error where the trainings differ."""
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
-    from autotune.verify.loss import check_can_compare, compare_losses, comparison_document
+    from autotune.verify.loss import check_can_compare, compare_losses
 
     check_can_compare(target)
     name = target.report.study.name
@@ -128,9 +128,9 @@ def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
         )
         comparison = compare_losses(target, log_folder(storage, name) / "same-loss")
     if as_json:
-        print_json(encode(comparison_document(comparison)))
-    elif comparison.is_same:
-        click.echo(comparison.sentence())
+        print_json(encode(comparison))
+    elif comparison.same:
+        click.echo(comparison.finding)
     comparison.check()
 
 

@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
-from autotune.core.measured_steps import mean_step
 from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing
 from autotune.estimate.history import History, Tried
+from autotune.estimate.pooling import within_error
 from autotune.estimate.step_time import StepTime
 from autotune.space.arms import compiles, levers_of, without
 from autotune.space.levers import BY_NAME, PRIORS
@@ -322,15 +322,8 @@ class SpeedModel:
 
     def _noise(self, tried: Tried) -> float:
         """Return the relative standard error of a candidate's measured time, at least 0.3 %."""
-        measured = tried.measurement
-        assert measured is not None
         speed = self._history.speed(tried.candidate)
-        if speed is not None:
-            return max(0.003, speed.log_sample_seconds.error)
-        if len(measured.step_seconds_each) < 2:
-            return 0.02
-        own = mean_step(measured.step_seconds_each)
-        return max(0.003, own.error / own.mean)
+        return max(0.003, speed.log_sample_seconds.error if speed is not None else within_error(tried))
 
     def _features(self, candidate: Candidate) -> Features:
         """Return a candidate's features, with one more where steps are predicted but not this candidate's."""

@@ -16,31 +16,22 @@ from autotune.tuning.look import Looker
 from autotune.verify.target import Target
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What a look at a winner found."""
+@dataclass(frozen=True, slots=True)
+class LossComparisonDocument:
+    """A comparison of the winner's training with the baseline's."""
 
-    candidate: Candidate
-    reference: Candidate
+    same: bool
+    candidate: Any
+    reference: Any
+    """The baseline's settings with as many samples a step."""
     look: Look
-
-    @property
-    def is_same(self) -> bool:
-        """Whether the winner trains as the reference does."""
-        return not (self.look.differs or self.look.ruled_out)
-
-    def sentence(self) -> str:
-        """Return the result in one line."""
-        against = f"{self.candidate.describe()} against {self.reference.describe()}"
-        if self.is_same:
-            return f"the same training: {against}: the first step has the same loss and gradients"
-        return f"different training: {against}: {'; '.join((*self.look.differs, *self.look.ruled_out))}"
+    finding: str
 
     def check(self) -> None:
         """Raise ``DifferentTrainingError`` where the trainings differ."""
-        if not self.is_same:
+        if not self.same:
             hint = self.look.cure or "compare a few hundred steps of both on your own data before you rely on it"
-            raise DifferentTrainingError(self.sentence(), hint)
+            raise DifferentTrainingError(self.finding, hint)
 
 
 def reference_of(candidate: Candidate, baseline: Arm) -> Candidate:
@@ -68,7 +59,7 @@ def check_can_compare(target: Target) -> None:
         )
 
 
-def compare_losses(target: Target, log_folder: Path) -> Comparison:
+def compare_losses(target: Target, log_folder: Path) -> LossComparisonDocument:
     """Compare the first steps of the winner and of ``reference_of``. Raises ``TrialServerError`` where that fails."""
     check_can_compare(target)
     candidate, baseline = target.best.candidate, target.report.baseline
@@ -88,27 +79,9 @@ def compare_losses(target: Target, log_folder: Path) -> Comparison:
         look = looker.differences(candidate).look
     if look.unknown is not None:
         raise TrialServerError(f"the two were not compared: {look.unknown}", f"the logs are in {log_folder}")
-    return Comparison(candidate, reference, look)
-
-
-@dataclass(frozen=True, slots=True)
-class LossComparisonDocument:
-    """A comparison of the winner's training with the baseline's."""
-
-    same: bool
-    candidate: Any
-    reference: Any
-    """The baseline's settings with as many samples a step."""
-    look: Look
-    finding: str
-
-
-def comparison_document(comparison: Comparison) -> LossComparisonDocument:
-    """Return a comparison of losses as ``--json`` prints it."""
-    return LossComparisonDocument(
-        same=comparison.is_same,
-        candidate=comparison.candidate.parameters(),
-        reference=comparison.reference.parameters(),
-        look=comparison.look,
-        finding=comparison.sentence(),
-    )
+    against = f"{candidate.describe()} against {reference.describe()}"
+    differences = (*look.differs, *look.ruled_out)
+    finding = f"the same training: {against}: the first step has the same loss and gradients"
+    if differences:
+        finding = f"different training: {against}: {'; '.join(differences)}"
+    return LossComparisonDocument(not differences, candidate.parameters(), reference.parameters(), look, finding)
