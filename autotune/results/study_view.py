@@ -25,19 +25,11 @@ from autotune.estimate.pooling import Speed
 from autotune.estimate.step_time import peak_flops
 from autotune.results.report import Report, measurement
 from autotune.results.warnings import notes
-from autotune.results.wording import (
-    counted_in,
-    counts_line,
-    detail_lines,
-    rate_unit,
-    run_lines,
-    searched_lines,
-    verdict,
-)
+from autotune.results.wording import detail_lines, rate_unit, run_lines, verdict
 from autotune.space.arms import levers_of
 from autotune.space.levers import LEVERS
 from autotune.space.space import Batches
-from autotune.store.records import StudyRecord, TrialRecord
+from autotune.store.records import TrialRecord
 
 # Settings that an expert chooses, or that follow from the model and the GPUs.
 _CHOSEN = frozenset(("precision", "gradient_checkpointing", "attn_implementation", "optim", *OF_RANKS))
@@ -225,24 +217,9 @@ class BestView(TrialView):
 
 @dataclass(frozen=True)
 class StudyView:
-    """A study's record with what is derived from it, each when it is first asked for."""
+    """A study with the trials, comparison and notes to show of it, each derived when it is first asked for."""
 
     report: Report
-
-    @property
-    def record(self) -> StudyRecord:
-        """The study."""
-        return self.report.study
-
-    @functools.cached_property
-    def searched(self) -> tuple[str, str, str]:
-        """Three lines: the model; the data and the batch; the device and the versions."""
-        return searched_lines(self.report)
-
-    @property
-    def counts(self) -> str:
-        """A line on the number of trials, their outcomes, the duration and the reason for the end."""
-        return counts_line(self.report)
 
     @functools.cached_property
     def best(self) -> BestView | None:
@@ -269,16 +246,6 @@ class StudyView:
     def notes(self) -> tuple[str, ...]:
         """Notes on the validity of the numbers, most important first."""
         return tuple(notes(self.report))
-
-    @property
-    def sample_word(self) -> str:
-        """The unit of a batch: ``sample`` or ``row``."""
-        return counted_in(self.report.workload)
-
-    @property
-    def rate_unit(self) -> str:
-        """``samples/s``, or ``rows/s`` where samples are packed in rows."""
-        return rate_unit(self.report.workload)
 
 
 def trial_view(report: Report, trial: TrialRecord) -> TrialView:

@@ -9,14 +9,15 @@ from autotune.estimate.pooling import Speed
 from autotune.results.cells import batch_cell, peak_cell, speed_cell, table_lines, took_cell, verdict_cell
 from autotune.results.report import Report
 from autotune.results.study_view import BestView, StudyView, computed_in
+from autotune.results.wording import counts_line, rate_unit, searched_lines
 
 
 def report_lines(report: Report) -> list[str]:
     """Return a study as ``autotune show`` prints it, for text with tokens a second in place of durations."""
-    view = StudyView(report)
+    view, unit = StudyView(report), rate_unit(report.workload)
     has_tokens = any(trial.tokens_per_second for trial in view.trials)
     speeds = {view.best.record.id: view.best.speed} if view.best is not None else {}
-    head = ("#", "batch×acc", "configuration", view.rate_unit, "tokens/s" if has_tokens else "took", "peak", "verdict")
+    head = ("#", "batch×acc", "configuration", unit, "tokens/s" if has_tokens else "took", "peak", "verdict")
     rows = [
         (
             str(trial.record.number),
@@ -31,11 +32,11 @@ def report_lines(report: Report) -> list[str]:
         for tokens in [format_rate(trial.tokens_per_second) if trial.tokens_per_second else ""]
     ]
     return [
-        f"Study {view.record.name}, {view.record.started_at:%Y-%m-%d %H:%M} UTC",
-        *(f"  {line}" for line in view.searched),
+        f"Study {report.study.name}, {report.study.started_at:%Y-%m-%d %H:%M} UTC",
+        *(f"  {line}" for line in searched_lines(report)),
         *_summary(view),
         "",
-        *table_lines(head, rows, right=("#", "batch×acc", view.rate_unit, "tokens/s", "took", "peak")),
+        *table_lines(head, rows, right=("#", "batch×acc", unit, "tokens/s", "took", "peak")),
     ]
 
 
@@ -46,24 +47,26 @@ def summary_lines(report: Report) -> list[str]:
 
 def _summary(view: StudyView) -> list[str]:
     """Return the result of a study in a few lines."""
+    study, counts = view.report.study, counts_line(view.report)
     note_lines = [f"  note: {note}" for note in view.notes]
     if view.best is None:
-        outcome = "No answer yet" if view.record.state == "running" else "No feasible trial"
-        return [f"{outcome} in the study {view.record.name}: {view.counts}", *note_lines]
-    left_out = [f"  not tried: {each.describe()}" for each in view.record.left_out]
+        outcome = "No answer yet" if study.state == "running" else "No feasible trial"
+        return [f"{outcome} in the study {study.name}: {counts}", *note_lines]
+    left_out = [f"  not tried: {each.describe()}" for each in study.left_out]
     result = [f"  {line}" for line in _best_lines(view, view.best)]
     head = [f"Best: {view.best.setting}"]
     if (why := view.report.too_noisy) is not None:
         head = [f"Too noisy to tell: {why}", f"Led, and is no answer: {view.best.setting}"]
-    return [*head, *result, f"  {view.counts}", *left_out, *note_lines]
+    return [*head, *result, f"  {counts}", *left_out, *note_lines]
 
 
 def _best_lines(view: StudyView, best: BestView) -> list[str]:
     """Return the lines on the winner: speed, memory, comparisons, advice."""
-    speed, tokens, request = best.speed, best.tokens_per_second, view.record.request
+    speed, tokens, request = best.speed, best.tokens_per_second, view.report.study.request
+    unit = rate_unit(view.report.workload)
     speedup = view.report.speedup
     lines = [
-        _speed_words(speed, view.rate_unit)
+        _speed_words(speed, unit)
         + (f", {format_rate(tokens)} tokens/s" if tokens else "")
         + f"; {format_seconds(best.measured.step_seconds)} an optimizer step"
     ]
@@ -73,7 +76,7 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
     elif speedup is not None and view.baseline is not None and view.baseline.measured is not None:
         baseline = f"{view.baseline.candidate.describe()}: {format_rate(view.baseline.measured.samples_per_second)}"
         bound, why = ("at most ", ", disturbed") if view.report.is_speedup_a_bound else ("", "")
-        lines.append(f"{bound}{speedup:.2f} × {view.report.baseline_name} ({baseline} {view.rate_unit}{why})")
+        lines.append(f"{bound}{speedup:.2f} × {view.report.baseline_name} ({baseline} {unit}{why})")
     if view.expert is not None and view.expert.speedup is not None:
         lines.append(view.expert.describe())
     if speedup is None and request["measure_baseline"] and request["objective"] == "throughput":

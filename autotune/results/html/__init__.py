@@ -37,11 +37,12 @@ from autotune.results.chart_data import SpeedChart, SpeedPoint, speed_chart, ste
 from autotune.results.export import beside_lines, make_export, render
 from autotune.results.report import Report
 from autotune.results.study_view import BestView, StudyView
-from autotune.results.wording import times
+from autotune.results.wording import counted_in, counts_line, rate_unit, searched_lines, times
 
 FOLDER = Path(__file__).with_name("templates")
 _FORMATS = (format_bytes, format_rate, format_next_run, format_seconds, plural, times)
 _CELLS = (batch_cell, peak_cell, speed_cell, took_cell)
+_WORDS = (counted_in, counts_line, rate_unit, searched_lines)
 
 
 @functools.cache
@@ -58,7 +59,9 @@ def environment(*folders: Path) -> jinja2.Environment:
     )
     made.globals["version"] = __version__
     made.globals["file"] = lambda name: Markup((FOLDER / name).read_text(encoding="utf-8"))
-    made.filters.update({function.__name__.removeprefix("format_"): function for function in (*_FORMATS, *_CELLS)})
+    made.filters.update(
+        {function.__name__.removeprefix("format_"): function for function in (*_FORMATS, *_CELLS, *_WORDS)}
+    )
     made.filters["quote"] = shlex.quote
     return made
 
@@ -311,7 +314,7 @@ class StudyPage:
     @property
     def is_running(self) -> bool:
         """Whether there is no result yet."""
-        return self.study.record.state == "running"
+        return self.study.report.study.state == "running"
 
 
 def html_page(report: Report, prediction: MemoryPrediction | None = None, step: StepTime | None = None) -> str:

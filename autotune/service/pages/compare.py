@@ -16,6 +16,7 @@ from autotune.core.statistics import Estimate, difference
 from autotune.core.units import format_next_run, format_rate
 from autotune.results.html import IntervalRow, draw_intervals
 from autotune.results.study_view import BestView, StudyView
+from autotune.results.wording import rate_unit, searched_lines
 from autotune.service.access import Known
 from autotune.service.pages.frame import Visitor, page
 from autotune.service.requests import VERIFIES
@@ -47,7 +48,7 @@ class Group:
     @property
     def rate_unit(self) -> str:
         """The unit of their speeds."""
-        return self.members[0].study.rate_unit
+        return rate_unit(self.members[0].study.report.workload)
 
     @property
     def log_ratio(self) -> Estimate | None:
@@ -84,11 +85,9 @@ class Group:
 def _interval_row(each: Compared, number: int) -> IntervalRow:
     """Return the chart's row of a search; ``number`` selects its colour."""
     speed = each.best.speed
-    low, high = speed.interval()
+    low, high, unit = *speed.interval(), rate_unit(each.study.report.workload)
     value = f"{format_rate(speed.samples_per_second)}{format_next_run(speed.relative_half_width)}"
-    told = (
-        f"{each.job.study}: {value} {each.study.rate_unit}, next run {format_rate(low)} to {format_rate(high)} (95 %)"
-    )
+    told = f"{each.job.study}: {value} {unit}, next run {format_rate(low)} to {format_rate(high)} (95 %)"
     return IntervalRow(each.job.study, value, told, speed.samples_per_second, low, high, number)
 
 
@@ -155,13 +154,14 @@ def _groups(compared: Sequence[Compared]) -> list[Group]:
     """Return searches grouped by workload and effective batch, the only ones that are ranked together."""
     groups: dict[tuple[str, int | None, int], list[Compared]] = {}
     for each in compared:
-        study = each.study.record
+        study = each.study.report.study
         # A database has one id for each workload. With a free batch, the batch of the winner.
         key = study.workload_id, study.request["effective_batch"], each.best.candidate.samples_per_step
         groups.setdefault(key, []).append(each)
     made = [
         Group(
-            "; ".join(members[0].study.searched[:2]) + ("" if asked else f", best at {samples} samples a step"),
+            "; ".join(searched_lines(members[0].study.report)[:2])
+            + ("" if asked else f", best at {samples} samples a step"),
             tuple(sorted(members, key=lambda each: -each.best.speed.samples_per_second)),
         )
         for (_, asked, samples), members in groups.items()
