@@ -30,7 +30,8 @@ def encode(value: Any) -> Any:
 def decode(document: Any, kind: type[T]) -> T:
     """Decode a JSON document to a type. Raises ``ValueError`` where it does not fit.
 
-    A field that the dataclass lacks is an error, since it may change what the document means.
+    A field that the dataclass lacks is an error, since it may change what the document means. Keys of a dictionary that
+    are numbers may be texts, as in JSON.
     """
     import msgspec
 
@@ -40,7 +41,7 @@ def decode(document: Any, kind: type[T]) -> T:
         if unknown:
             raise ValueError(f"malformed {name}: this autotune does not know its fields {', '.join(unknown)}")
     try:
-        return msgspec.convert(document, kind)
+        return msgspec.convert(document, kind, str_keys=True)
     except ValueError as error:
         raise ValueError(f"malformed {name}: {error}") from error
 

@@ -130,6 +130,7 @@ class CachingAllocator:
 
     @staticmethod
     def _merge(block: _Block, neighbour: _Block) -> _Block:
+        """Merge two free neighbours into the block with the lower address, and return it."""
         first, second = (neighbour, block) if neighbour.address < block.address else (block, neighbour)
         first.size += second.size
         first.next = second.next
@@ -285,6 +286,7 @@ class ScalableStep:
 
 
 def _with_origins(traced: Events) -> list[_Event]:
+    """Return traced events as events whose allocations are their own origins."""
     return [(number, None if size == DEATH else number) for number, size in traced]
 
 
@@ -328,30 +330,13 @@ def _last_power_of_two(number: int) -> int:
 
 
 def packed(trace: Trace, batch: int, operations: Operations) -> str:
-    """Return a step's trace and operations as compressed text. CUDA streams are left out."""
-    kinds = sorted(set(trace.labels.values()))
-    document = {
-        "batch": batch,
-        "events": trace.events,
-        "kinds": kinds,
-        "labels": [[number, kinds.index(label)] for number, label in trace.labels.items()],
-        "column_sums": [[number, *sizes] for number, sizes in trace.column_sums.items()],
-        "pieces": list(trace.pieces.items()),
-        "parts": trace.parts,
-        "operations": encode(operations),
-    }
+    """Return the trace of a step at a batch, with its operations, as compressed text."""
+    document = {"trace": encode(trace), "batch": batch, "operations": encode(operations)}
     return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode()
 
 
 def unpacked(text: str) -> tuple[ScalableStep, Operations]:
     """Return the step and its operations from the text of ``packed``."""
     document = json.loads(zlib.decompress(base64.b64decode(text)))
-    kinds = document["kinds"]
-    trace = Trace(
-        events=[(number, size) for number, size in document["events"]],
-        labels={number: kinds[kind] for number, kind in document["labels"]},
-        column_sums={number: (rows, columns) for number, rows, columns in document["column_sums"]},
-        pieces=dict(document["pieces"]),
-        parts=document["parts"],
-    )
+    trace = decode(document["trace"], Trace)
     return ScalableStep(trace, document["batch"]), decode(document["operations"], Operations)
