@@ -128,6 +128,7 @@ class Offer:
         return self._hours(low), self._hours(high)
 
     def _hours(self, step_seconds: float) -> float:
+        """Return the duration of the job with steps of this duration."""
         assert self.best is not None
         return self.samples / self.best.candidate.samples_per_step * step_seconds / _SECONDS_PER_HOUR
 
@@ -156,6 +157,7 @@ def sort_offers(offers: Sequence[Offer]) -> list[Offer]:
     """Return offers by cost, then offers without a price by hours, then offers on which the job does not fit."""
 
     def key(offer: Offer) -> tuple[int, float]:
+        """Return the group of an offer, and its place in the group."""
         if offer.cost is not None:
             return 0, offer.cost
         return (1, offer.hours) if offer.hours is not None else (2, 0.0)

@@ -136,6 +136,7 @@ class _Peaks:
 
 
 def _peak_bytes(tried: Tried) -> int:
+    """Return the peak of a completed trial that is compared with the memory line."""
     assert tried.measurement is not None
     return tried.measurement.judged_bytes(tried.candidate.arm)
 
@@ -230,6 +231,7 @@ class Chances:
         layers = self._history.layers
 
         def alike(tried: Tried) -> bool:
+            """Return whether a trial differs from the candidate at most in the number of checkpointed layers."""
             other = tried.candidate
             # Most trials have another batch. Comparing that first saves a copy.
             if other.per_device_train_batch_size != candidate.per_device_train_batch_size:
@@ -388,4 +390,5 @@ _BY_ITSELF, _MOST_SUSPECTS = 0.002, 8
 
 
 def _failure_prior(lever: str) -> float:
+    """Return the prior probability that a lever fails in this model; levers that take time compile or capture."""
     return _COMPILED_FAILS if PRIORS[lever].seconds > 0 else _LEVER_FAILS

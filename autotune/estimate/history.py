@@ -105,10 +105,6 @@ class History:
         """The feasible trials, pooled by candidate, without candidates that were over the line in another trial."""
         return self._summary().pool
 
-    def is_host_bound(self, candidate: Candidate) -> bool:
-        """Return whether this candidate's step was measured to be host-bound."""
-        return self._summary().pool.is_host_bound(candidate)
-
     def outcomes_of(self, candidate: Candidate) -> list[Tried]:
         """Return every trial of exactly this candidate."""
         return [t for t in self.tried if t.candidate == candidate]

@@ -292,11 +292,13 @@ def _count_processes(trials: Iterable[Tried]) -> int:
 
 
 def _last_busy_share(trials: Iterable[Tried]) -> float | None:
+    """Return the last measured share of a step in which the GPU computes; ``None`` without a measurement."""
     shares = [t.measurement.gpu_busy_share for t in trials if t.measurement and t.measurement.gpu_busy_share]
     return shares[-1] if shares else None
 
 
 def _log_sample_seconds(tried: Tried) -> float:
+    """Return the logarithm of the seconds that a completed trial took for a sample."""
     assert tried.measurement is not None
     return math.log(tried.measurement.step_seconds / tried.candidate.samples_per_step)
 

@@ -111,6 +111,7 @@ class Process:
         deviations: Floats = np.array(known, dtype=np.float64)
 
         def matrix(features: Sequence[Features]) -> Floats:
+            """Return the amounts of all effects in units of their deviations, with a row for each candidate."""
             out = np.zeros((len(features), len(names)))
             for row, each in enumerate(features):
                 for name, amount in each.amounts.items():
@@ -426,6 +427,7 @@ def _usual_effect(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
 
 
 def _effect_of_factor(factor: float) -> Effect:
+    """Return the effect of a factor on a time. The farther the factor is from 1, the less sure it is."""
     mean = math.log(factor)
     return Effect(mean, 0.02 + 0.4 * abs(mean))
 

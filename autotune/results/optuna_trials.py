@@ -92,6 +92,7 @@ def _frozen(
     objective: Objective,
     ceiling: Ceiling,
 ) -> FrozenTrial:
+    """Return a trial as Optuna's: its state, value, constraint, parameters and times."""
     outcome, candidate = record.outcome, record.candidate
     state, value, excess = TrialState.RUNNING, None, None
     if outcome is not None:

@@ -100,6 +100,7 @@ def _trl(export: Export, _: Any) -> dict[str, Any]:
 
 
 def _axolotl(export: Export, workload: Any) -> dict[str, Any]:
+    """Return the settings for axolotl's YAML file."""
     candidate, arm = export.candidate, export.candidate.arm
     is_half = export.model_arguments["dtype"] != "float32"
     settings: dict[str, Any] = {
@@ -133,6 +134,7 @@ def _axolotl(export: Export, workload: Any) -> dict[str, Any]:
 
 
 def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
+    """Return the settings for LLaMA-Factory's YAML file."""
     candidate, arm = export.candidate, export.candidate.arm
     if (attention := _ATTENTION.get(arm.attn_implementation)) is None:
         raise InvalidRequestError(

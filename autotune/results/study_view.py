@@ -1,4 +1,4 @@
-"""Derive what is shown of a study from its record, also compared with what an informed user runs; readers print this.
+"""Derive from a study's record the values that text, JSON and HTML show; compare its winner with an expert's settings.
 
 The expert's settings are bf16 at the largest batch that fits and nothing else, with activations recomputed where
 nothing fits without; where there is no bf16, the fastest precision. What ran within the memory limit fits an expert.
@@ -109,6 +109,7 @@ def _tried_by_experts(report: Report) -> list[Tried]:
     total, world_size = request["effective_batch"], request.get("world_size", 1)
 
     def is_experts(candidate: Candidate) -> bool:
+        """Return whether a candidate has no setting that an expert would not choose."""
         arm = candidate.arm
         is_alike = like is None or (arm.attn_implementation, arm.optim) == (like.attn_implementation, like.optim)
         # Some users' own settings have another effective batch than the search.

@@ -1,4 +1,4 @@
-"""Write the notes under a result: what limits the validity of its numbers."""
+"""Write the notes under a result: reasons why its numbers may not hold for the user's own training."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _wide_promise(report: Report, best: TrialRecord) -> Iterator[str]:
     if speed is None or speed.relative_half_width <= _WIDE_PROMISE:
         return
     why = f"the machine was noisy{' when it was measured' if source_of(best.outcome) else ''}; --fresh measures again"
-    if report.history.is_host_bound(best.candidate):
+    if report.history.pool.is_host_bound(best.candidate):
         why = "the step is host-bound, and the host's speed differs from process to process"
     yield f"the next run may differ from the winner's speed by {format_deviation(speed.relative_half_width)}: {why}"
 
@@ -212,6 +212,7 @@ def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | No
     """Return the speed of one candidate over another's; ``None`` where either is missing."""
 
     def speed_of(wanted: Candidate) -> Speed | None:
+        """Return the pooled speed of a candidate in this study."""
         speeds = (report.speed(trial) for trial in report.trials if trial.candidate == wanted)
         return next(filter(None, speeds), None)
 
@@ -270,7 +271,7 @@ _OF_DDP = ("ddp_find_unused_parameters", "ddp_broadcast_buffers")
 
 
 def _beside_baseline(report: Report, best: TrialRecord, baseline: TrialRecord) -> Iterator[str]:
-    """Yield notes on what tells the winner from a baseline that looks like it, and on why a faster one did not win."""
+    """Yield a note where winner and baseline differ in DDP's options alone, and one where a faster baseline lost."""
     arm, other = best.candidate.arm, baseline.candidate.arm
     # Options of DDP that the table does not show.
     differing = {name: getattr(arm, name) for name in _OF_DDP if getattr(arm, name) != getattr(other, name)}

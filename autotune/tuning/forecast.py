@@ -334,6 +334,7 @@ def forecast_of(
     pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
 
     def predictable(arms: Iterable[Arm]) -> list[Arm]:
+        """Return the arms whose memory can be predicted."""
         return [
             arm for arm in arms
             if not why_unpredictable(arm, workload) and (not is_own or _allocation_class(arm) in traced)

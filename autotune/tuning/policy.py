@@ -236,7 +236,7 @@ def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
     arm = best.candidate.arm
     if "cpu_affinity" not in space.late or arm.cpu_affinity or arm.offloads_optimizer or arm.torch_compile:
         return None
-    if not history.is_host_bound(best.candidate):
+    if not history.pool.is_host_bound(best.candidate):
         return None
     return replace(best.candidate, arm=replace(arm, cpu_affinity=True))
 
@@ -303,7 +303,7 @@ def _processes(history: History, winner: Tried, share: float) -> int:
         return 1
     degrees = history.pool.degrees(candidate)
     seen = history.pool.processes(candidate) + history.pending.count(candidate)
-    if (history.is_host_bound(candidate) and seen < 2) or (degrees < _FEW_DEVIATIONS and share <= _FEW_SHARE):
+    if (history.pool.is_host_bound(candidate) and seen < 2) or (degrees < _FEW_DEVIATIONS and share <= _FEW_SHARE):
         return _MOST_PROCESSES
     is_cheap = degrees < _ENOUGH_DEVIATIONS and share <= _CHEAP_SHARE
     is_wide = winner.measurement is not None and winner.measurement.relative_spread > _UNCERTAIN

@@ -179,7 +179,7 @@ class Target:
 
 
 def what_is_not_verified(workload: Document, *, any_order: bool = False) -> str | None:
-    """Return in words what a hundred steps of a stock ``Trainer`` cannot verify; ``None`` where they can verify all."""
+    """Return in words the part of a workload that a stock ``Trainer`` does not run in 100 steps; else ``None``."""
     if workload.get("source") or workload.get("task") == "own":
         return "your own code, which makes the model and the Trainer itself: verify does not run that"
     if any_order or (workload.get("data") or {}).get("group_by_length"):
@@ -237,6 +237,7 @@ def target_of(report: Report, placement: Placement, arguments: Document | None =
 
 
 def _check_is_export_of(arguments: Document, exported: Document, report: Report) -> None:
+    """Raise ``InvalidRequestError`` where the arguments of a file differ from a study's export, or are unknown."""
     changed = [
         f"{name}: {value!r}, in the file {arguments.get(name)!r}"
         for name, value in exported.items()

@@ -507,4 +507,5 @@ def verification_document(verification: Verification) -> VerificationDocument:
 
 
 def _finite(value: float) -> float | None:
+    """Return a number for JSON, which has no infinity; ``None`` for infinity."""
     return value if math.isfinite(value) else None

@@ -270,6 +270,7 @@ def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool
 
 
 def _flatten_tensors(values: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments of an operation, also those within lists and tuples."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value

@@ -125,12 +125,14 @@ class ZeroRank:
         """Whether the micro-step is the last of its step."""
 
     def _hold_part(self, label: str, elements: int, stream: int = 0) -> int:
+        """Record an allocation of elements in the compute dtype; return its number."""
         number = self._tracer.hold(label, elements * self._element_bytes)
         if stream:
             self._tracer.trace.streams[number] = stream
         return number
 
     def _let_go_all(self, held: list[int]) -> None:
+        """Record the release of some allocations, and empty their list."""
         for number in held:
             self._tracer.let_go(number)
         held.clear()

@@ -218,6 +218,7 @@ def _update(model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer,
 
 
 def _micro_step(loss_of: Callable[[Any], Any], batch: Any) -> None:
+    """Run the forward and backward pass of a batch, with the loss divided by an accumulation of 2."""
     loss = loss_of(batch) / 2
     loss.backward()
 
@@ -290,6 +291,7 @@ class FakeTraining:
         return ScalableStep(trace(self._model(), TRACED_BATCH, micro_steps=2), TRACED_BATCH, alone)
 
     def _model(self) -> Any:
+        """Return the workload's model on ``meta``, with quantized layers where it has them."""
         model = build_model(self._workload, self._arm.attn_implementation, torch.device("meta"))
         if self._workload.quantize is not None:
             quantize_fake(model, self._workload)
@@ -424,6 +426,7 @@ class Limits:
         )
 
     def _peaks_fit(self, reserved_bytes: int, *, runs_out: bool) -> bool:
+        """Return whether a step with this peak of reserved memory fits below the line with the margin."""
         return not runs_out and self.bounds.fits(reserved_bytes + self.spare_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> tuple[int, int, bool]:
