@@ -289,15 +289,19 @@ class StepTimeModel:
             total = sum(gpu.by_kind.values())
             casts = sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS)
             gpu = replace(_scaled_gpu_time(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
-        ranks = candidate.arm.ranks
-        host = self._host if ranks == 1 or not candidate.arm.is_sharded else self._sharding_host(operations, candidate)
+        ranks, host = candidate.arm.ranks, self._host
+        if candidate.arm.is_sharded:
+            slow, expected, fast = (gathering(operations, self._chip, candidate, case) for case in _CASES)
+            updating = expected.host_step / max(1, operations.gradient_tensors)
+            host = replace(
+                host, sharding_seconds=expected.host_micro_step, tensor_seconds=host.tensor_seconds + updating
+            )
         low, high = (
             step_seconds(operations, _scaled_gpu_time(gpu, gpu_factor), host.scaled(host_factor), accumulation)
             for gpu_factor, host_factor in zip(self._doubt, _HOST, strict=True)
         )
         seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
         if candidate.arm.is_sharded:
-            slow, expected, fast = (gathering(operations, self._chip, candidate, case) for case in _CASES)
             low = low * _SHARDED_BEST + fast.added_seconds(low)
             seconds = seconds * _RANKS_USUAL + expected.added_seconds(seconds)
             high = high * _RANKS_WORST + slow.added_seconds(0.0, overlaps=False)
@@ -322,15 +326,6 @@ class StepTimeModel:
             exchanged,
             operations.unknown,
             alone,
-        )
-
-    def _sharding_host(self, operations: Operations, candidate: Candidate) -> HostSpeed:
-        """Return the host speed with the additional work of FSDP."""
-        more, tensors = gathering(operations, self._chip, candidate), max(1, operations.gradient_tensors)
-        return replace(
-            self._host,
-            sharding_seconds=more.host_micro_step,
-            tensor_seconds=self._host.tensor_seconds + more.host_step / tensors,
         )
 
 

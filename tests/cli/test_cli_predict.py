@@ -48,7 +48,6 @@ from autotune.tuning.predictions import known_chips
 
 _SMALL = ("predict", "--model", "bert-tiny", "--seq-len", "64", "--precision", "bf16,tf32")
 
-
 SPEC = {
     "memory": "24GiB", "capability": "8.9", "multiprocessors": 128, "half_tflops": 165.2, "tf32_tflops": 82.6,
     "fp32_tflops": 82.6, "gigabytes_per_second": 1008, "watts": 450,
