@@ -69,16 +69,14 @@ def checkpoint_layers(model: torch.nn.Module, count: int) -> int:
     return len(layers)
 
 
-class _CheckpointSome(TrainerCallback):  # type: ignore[misc]
-    """Turns checkpointing off in some layers once the ``Trainer`` has turned it on, as it does when training starts."""
+class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
+    """Calls ``act`` with the model as training starts, once the ``Trainer`` has turned checkpointing on."""
 
-    def __init__(self, trainer: Trainer, count: int, every: int | None) -> None:
-        self._trainer, self._count, self._every = trainer, count, every
+    def __init__(self, act: Callable[[torch.nn.Module], None]) -> None:
+        self._act = act
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        # Only where transformers turned on every n-th layer alone: a model's own way to turn it on ignores this.
-        if checkpoint_layers(model, self._count) == self._count and self._every is not None:
-            stock_settings(self._trainer)[_EVERY] = self._every
+        self._act(model)
 
 
 _EVERY = "every_n_layers"
@@ -96,7 +94,13 @@ def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
         every = _interval_of(trainer.model, count)
     if every is not None:
         args.activation_checkpointing_kwargs = {**(args.activation_checkpointing_kwargs or {}), _EVERY: every}
-    trainer.add_callback(_CheckpointSome(trainer, count, every))
+
+    def turn_off_others(model: torch.nn.Module) -> None:
+        # Only where transformers turned on every n-th layer alone: a model's own way to turn it on ignores this.
+        if checkpoint_layers(model, count) == count and every is not None:
+            stock_settings(trainer)[_EVERY] = every
+
+    trainer.add_callback(_OnTrainBegin(turn_off_others))
 
 
 def _interval_of(model: torch.nn.Module, count: int) -> int | None:
@@ -118,16 +122,14 @@ A T5 some of whose layers are checkpointed needs 24, where batches differ in len
 cost time where a model generates with a cache, for which each layer has codes of its own."""
 
 
-class _NoFlagsWithinLayers(TrainerCallback):  # type: ignore[misc]
-    """Turns flags within layers off once the ``Trainer`` has turned checkpointing on, which it does as training starts.
+def _turn_off_flags_within_layers(model: torch.nn.Module) -> None:
+    """Turn off the checkpointing flags of modules that do not checkpoint themselves.
 
     By its flag T5's attention has a bias of zeros require a gradient, which nothing uses. torch leaves that layer
     uncompiled, or compiles it in pieces (2.13).
     """
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        for module in flagged_within_layers(model):
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+    for module in flagged_within_layers(model):
+        module.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -154,7 +156,7 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
     _compile_repeated(trainer, trainer.model, dynamic)
     # With torch_compile=True accelerate would compile the whole model as well.
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
-    trainer.add_callback(_NoFlagsWithinLayers())
+    trainer.add_callback(_OnTrainBegin(_turn_off_flags_within_layers))
     if for_any_length:
         # Else torch unifies equal sizes: after a first batch as long as a head is wide, the next is compiled anew.
         symbolic_shapes.use_duck_shape = False

@@ -75,19 +75,15 @@ def _of_logits(
     return loss, gradient.to(logits.dtype) if into is None else into.copy_(gradient)
 
 
-def _whole_piece(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed cross entropy of some tokens, and its gradient by the logits, divided by ``divisor``."""
-    return _of_logits(functional.linear(hidden, weight, bias), labels, divisor)
-
-
 def _piece(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, divisor: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the result of ``_whole_piece``, for use without compilation: large logits become their gradient."""
+    """Return the summed cross entropy of some tokens, and its gradient by the logits, divided by ``divisor``.
+
+    Large logits become their gradient, part by part. Compiled code never holds them in float32, and needs no parts.
+    """
     logits = functional.linear(hidden, weight, bias)
-    if logits.dtype == torch.float32 or logits.numel() < _PARTED_FROM:
+    if torch.compiler.is_compiling() or logits.dtype == torch.float32 or logits.numel() < _PARTED_FROM:
         return _of_logits(logits, labels, divisor)
     losses = [
         _of_logits(part, labels_of_part, divisor, into=part)[0]
@@ -97,8 +93,8 @@ def _piece(
 
 
 def _compiled_piece(backend: str) -> _Piece:
-    """Return ``_whole_piece`` compiled once, for any number of tokens."""
-    compiled = torch.compile(_whole_piece, backend=backend)
+    """Return ``_piece`` compiled once, for any number of tokens."""
+    compiled = torch.compile(_piece, backend=backend)
 
     def piece(
         hidden: torch.Tensor,

@@ -487,7 +487,7 @@ class TestFusedLoss:
 
     @pytest.mark.parametrize(
         "piece",
-        [loss_module._piece, loss_module._whole_piece, "in parts", pytest.param("compiled", marks=pytest.mark.whole)],
+        [loss_module._piece, "in parts", pytest.param("compiled", marks=pytest.mark.whole)],
     )
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_gradients_with_labels_that_do_not_count_and_a_bias(
@@ -496,7 +496,7 @@ class TestFusedLoss:
         if piece == "in parts":
             monkeypatch.setattr(loss_module, "_PARTED_FROM", 1)
             piece = loss_module._piece
-        piece = torch.compile(loss_module._whole_piece) if piece == "compiled" else piece
+        piece = torch.compile(loss_module._piece) if piece == "compiled" else piece
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(30, 8, generator=generator)
         weight, bias = torch.randn(VOCABULARY, 8, generator=generator), torch.randn(VOCABULARY, generator=generator)
