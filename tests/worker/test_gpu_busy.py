@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_meter import FakeClock, FakeMeter
+from fake_meter import FakeClock
 from test_measure import Drive
 
 from autotune.core.candidate import Arm, Candidate
@@ -13,7 +13,7 @@ from autotune.core.lengths import PlannedRun
 from autotune.core.outcome import Effort, Measurement
 from autotune.worker.trial.batch_shapes import BatchShapes
 from autotune.worker.trial.measure import micro_steps_to_run
-from autotune.worker.trial.meter import BusyStep, busy_seconds, busy_step, work_on_gpu
+from autotune.worker.trial.meter import BusyStep, busy_seconds, work_on_gpu
 
 ONE = Effort(warmup_steps=1, min_steps=2, max_steps=2, max_seconds=1000.0, busy_steps=1)
 
@@ -193,5 +193,7 @@ def test_what_was_timed_counts_where_the_data_ends(clock: FakeClock) -> None:
     assert drive.measured.gpu_busy_share is None
 
 
-def test_a_cpu_has_no_device_to_profile(clock: FakeClock) -> None:
-    assert busy_step(FakeMeter(clock), 1, 1) is None
+def test_without_a_profiler_no_step_is_added_to_the_timed_ones(clock: FakeClock) -> None:
+    drive = Drive(Candidate(Arm(), 8), ONE, clock)
+    drive.run()
+    assert (len(drive.steps), drive.measured.gpu_busy_share) == (3, None)

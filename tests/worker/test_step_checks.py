@@ -110,7 +110,7 @@ def test_a_model_that_is_traced_for_a_picture_is_not_watched() -> None:
     watch = TrainingWatch()
     watch.install()
     torch.jit.trace(torch.nn.Linear(2, 1), torch.ones(4, 2), check_trace=False)
-    assert (watch.take().calls, watch.model) == ((), None)
+    assert (watch.take().calls, watch.model) == ([], None)
     watch.remove()
 
 
@@ -181,7 +181,7 @@ def test_what_no_code_of_the_users_is_in_is_not_watched_in_timed_steps() -> None
     checks.begin_timed()
     assert (torch.autograd.backward, torch.compile, torch.autocast.__enter__) == untouched
     model(torch.ones(4, 2)).sum()
-    assert (checks.step_ends(1).calls, problems) == ((), [])
+    assert (checks.step_ends(1).calls, problems) == ([], [])
 
 
 def whole(*values: Any) -> Any:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from transformers import Trainer
 
+from autotune.worker.wrapping import around
+
 _INTEGRATIONS = "transformers.integrations."
 
 
 def change_train_sampler(trainer: Any, change: Callable[[Callable[[], Any]], Any]) -> None:
     """Make a ``Trainer`` use the sampler that ``change`` returns, given the function for its own sampler."""
-    find = trainer._get_train_sampler
-    trainer._get_train_sampler = lambda *args, **kwargs: change(lambda: find(*args, **kwargs))
+    around(trainer, "_get_train_sampler", lambda find, *args, **kwargs: change(lambda: find(*args, **kwargs)))
 
 
 def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -> list[int]:

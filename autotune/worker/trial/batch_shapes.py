@@ -124,7 +124,7 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     new = [step for step in steps if step.new_shapes and len(known) < len(steps)]
     if not new:
         return RunEstimate(line.mean, line.error, line.mean.seconds, None)
-    extras = [step.seconds - step.data_seconds - line.without_data_at(step.tokens) for step in new]
+    extras = [step.seconds - step.data_seconds - (line.at(step.tokens) - line.data_seconds) for step in new]
     each = max(0.0, sum(extras) / sum(step.new_shapes for step in new))
     if run.steps is None or run.new_shapes is None:
         return RunEstimate(line.mean, line.error, line.mean.seconds, each)
@@ -157,7 +157,7 @@ class _Line:
         count, mean = len(seconds), float(seconds.mean())
         self._slope, self._tokens = 0.0, float(tokens.mean())
         self._all = mean
-        self._without_data = mean - statistics.fmean(step.data_seconds for step in steps)
+        self.data_seconds = statistics.fmean(step.data_seconds for step in steps)
         self.error = math.inf
         """Standard error of the mean, relative to it."""
         if count < 2:
@@ -181,10 +181,6 @@ class _Line:
                 share += away**2 / float(((tokens - self._tokens) ** 2).sum())
         self.error = float(np.sqrt((residuals**2).sum() / (count - unknowns) * share)) / mean
         self.mean = StepEstimate(mean, quantile(count - unknowns) * self.error)
-
-    def without_data_at(self, tokens: float) -> float:
-        """Return the seconds of a step with so many tokens, without waiting for data."""
-        return self._without_data + self._slope * (tokens - self._tokens)
 
     def at(self, tokens: float) -> float:
         """Return the seconds of a step with so many tokens."""

@@ -26,7 +26,7 @@ from autotune.worker.rendezvous import Ranks
 from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
 from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.free_steps import FreeSteps, most_free_steps
-from autotune.worker.trial.meter import BusyStep, Meter, growth_of
+from autotune.worker.trial.meter import BusyStep, Meter, Profiler, growth_of
 from autotune.worker.trial.step_checks import NotTrainedError, ScalerWatch, StepChecks
 from autotune.worker.trial.training_watch import StepCounts, StepListener
 
@@ -123,8 +123,8 @@ class StepTimer(StepListener):
 
     Whatever runs the training reports its steps to the timer (``StepListener``). ``on_enough`` is called with the
     measurement inside the last step, ``on_step`` with the step's number after each. ``checks`` judges whether each step
-    trained, outside the timed part. ``busy`` profiles steps after the timed ones, where ``effort`` asks for some.
-    ``run`` is the training that the speed is promised for; ``shapes`` tells which shapes are new.
+    trained, outside the timed part. ``profiler`` records steps after the timed ones, where ``effort`` asks for some.
+    ``run`` is the training that the speed is promised for; ``shapes`` tells which shapes are new, by default none.
 
     With several ranks, each has such a timer. After every warm-up and timed step, outside the timed part, the ranks
     exchange their times, and all record that of the slowest, so that all of them stop after the same step.
@@ -141,13 +141,13 @@ class StepTimer(StepListener):
         schedule: Schedule | None = None,
         run: PlannedRun | None = None,
         shapes: BatchShapes | None = None,
-        busy: BusyStep | None = None,
+        profiler: Profiler | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self._meter = meter
         self.checks = checks
         self._run = run or PlannedRun()
-        self._shapes = shapes
+        self._shapes = shapes or BatchShapes(settles=0)
         self._ranks = ranks or Ranks()
         self._candidate = candidate
         self._effort = effort
@@ -169,7 +169,8 @@ class StepTimer(StepListener):
         self._steps_seen = 0
         self._skipped_steps = 0
         self._warmup_steps = effort.warmup_steps
-        self._busy = busy
+        run_each, accumulation = micro_steps_to_run(candidate, effort), candidate.gradient_accumulation_steps
+        self._busy = BusyStep(profiler, meter, run_each, accumulation)
         self._busy_steps = 0
         self._free = FreeSteps(candidate)
         self._is_profiled = False
@@ -201,14 +202,14 @@ class StepTimer(StepListener):
         self._begin = perf_counter()
         self._marks = [self._meter.mark()]
         is_measured = self.pending is not None and not self._free.is_under_way
-        self._is_profiled = is_measured and not (self._shapes and self._shapes.new)
-        if self._is_profiled and self._busy is not None:
+        self._is_profiled = is_measured and not self._shapes.new
+        if self._is_profiled:
             self._busy.step_begins()
 
     def micro_step_ends(self) -> None:
         """Record the end of a micro-step that is not the last."""
         self._marks.append(self._meter.mark())
-        if self._is_profiled and self._busy is not None:
+        if self._is_profiled:
             self._busy.micro_step_ends(len(self._marks) - 1)
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
@@ -222,10 +223,9 @@ class StepTimer(StepListener):
         if self.pending is not None:
             self._end_profiled(self.pending)
             return
-        step = self._timed_step(end, wait_seconds)
-        self._previous_end = end
         seen = self.checks.step_ends(len(self._marks) - 2)
-        step = step._replace(real_tokens=seen.tokens)
+        step = self._timed_step(end, wait_seconds, seen.tokens)
+        self._previous_end = end
         evaluates = self._evaluations.is_one(seen.calls_without_gradients)
         # Skipped updates cost less time, and before the first update the optimizer has no state.
         step, is_skipped, evaluates = self._of_all_ranks(step, self._was_skipped(seen), evaluates)
@@ -243,7 +243,7 @@ class StepTimer(StepListener):
             self._warmup_steps += is_skipped
             if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
                 self._worst_peaks = self._meter.peaks()
-                self._worst_tokens = (self._shapes.longest_row or None) if self._shapes else None
+                self._worst_tokens = self._shapes.longest_row or None
         self._skipped_steps += is_skipped
         self._step_is_over()
         if is_timed and self._enough():
@@ -317,12 +317,11 @@ class StepTimer(StepListener):
         if self._free.is_under_way or self.pending is None:
             return
         self.pending = self._free.measured(self.pending, self._timed, self._meter.seconds_between)
-        if self._busy is None or not self._effort.busy_steps:
+        if self._busy.is_broken or not self._effort.busy_steps:
             self._finish(self.pending)
 
     def _end_profiled(self, measured: Measurement) -> None:
         """Record a step after the timed ones, which is profiled unless its shapes are new."""
-        assert self._busy is not None
         tokens = self._end_batches()[1]
         if self._is_profiled:
             # The step's tokens over those of the run's mean step.
@@ -342,22 +341,17 @@ class StepTimer(StepListener):
     def _finish(self, measured: Measurement) -> None:
         """Call ``on_enough`` with the measurement and the busy share: the training may stop."""
         self.is_finished = True
-        if self._busy is not None:
-            share = self._busy.share
-            kinds = self._busy.seconds_by_kind
-            measured = replace(measured, gpu_busy_share=share, gpu_seconds_by_kind=kinds)
-        self.pending = measured
-        self._on_enough(measured)
+        self.pending = replace(
+            measured, gpu_busy_share=self._busy.share, gpu_seconds_by_kind=self._busy.seconds_by_kind
+        )
+        self._on_enough(self.pending)
 
     def takes(self, batch: Any) -> None:
         """Record the shapes of a batch before the step trains on it."""
-        if self._shapes is not None:
-            self._shapes.take(batch)
+        self._shapes.take(batch)
 
     def _end_batches(self) -> tuple[float, float]:
         """Return the new shapes of the step that ends, and the tokens of the candidate's whole step; 0 if unknown."""
-        if self._shapes is None:
-            return 0.0, 0.0
         new, tokens = self._shapes.end_step()
         return new, tokens * self._candidate.gradient_accumulation_steps
 
@@ -395,7 +389,7 @@ class StepTimer(StepListener):
     def step_is_dropped(self) -> None:
         """Discard the step that ends, and start the clock of the next one."""
         self._saving_seconds = 0.0
-        if self._is_profiled and self._busy is not None:
+        if self._is_profiled:
             self._busy.stop()
         self._meter.synchronize()
         self._end_batches()
@@ -405,7 +399,7 @@ class StepTimer(StepListener):
             self._free.ends(None, 0.0, is_known=False)
             self._finish_free()
 
-    def _timed_step(self, end: float, wait_seconds: float | None) -> Timed:
+    def _timed_step(self, end: float, wait_seconds: float | None, real_tokens: int | None) -> Timed:
         """Return the times of the step that ended at ``end``, and clear what was recorded of it."""
         marks, between = self._marks, self._meter.seconds_between
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
@@ -431,6 +425,7 @@ class StepTimer(StepListener):
             new_shapes=new_shapes,
             tokens=tokens,
             saving_seconds=saving_seconds,
+            real_tokens=real_tokens,
         )
 
     def _enough(self) -> bool:
@@ -526,7 +521,7 @@ class StepTimer(StepListener):
             compile_seconds=max(0.0, sum(step.seconds - usual for step in self._warmup)) if compiles(arm) else None,
             steady_step_seconds=estimate.steady_seconds,
             new_shape_seconds=estimate.shape_seconds,
-            shapes_seen=(self._shapes.count or None) if self._shapes is not None else None,
+            shapes_seen=self._shapes.count or None,
             run_shapes=self._run.new_shapes,
             epoch_shapes=self._run.epoch_shapes,
             new_shapes_in_steps=self._run.new_in_steps,

@@ -385,7 +385,7 @@ def busy_seconds(intervals: Iterable[tuple[int, int]]) -> float | None:
 class BusyStep:
     """Profiles parts of steps as it is told of their micro-steps. Errors of the profiler never leave this class."""
 
-    def __init__(self, profiler: Profiler, meter: Meter, micro_steps_run: int, micro_steps: int) -> None:
+    def __init__(self, profiler: Profiler | None, meter: Meter, micro_steps_run: int, micro_steps: int) -> None:
         self._profiler = profiler
         self._meter = meter
         self._run = micro_steps_run
@@ -393,7 +393,8 @@ class BusyStep:
         """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
         self._micro_steps = micro_steps
         self._is_recording = False
-        self.is_broken = False
+        self.is_broken = profiler is None
+        """Whether nothing is profiled, since the device has no profiler or it failed."""
         self._shares: list[float] = []
         self._parts: list[tuple[float, dict[str, float]]] = []
         """Busy seconds of each profiled part of the current step, and seconds by kind of work."""
@@ -451,14 +452,14 @@ class BusyStep:
         return tuple(sorted(means.items(), key=lambda kind: -kind[1]))
 
     def _start(self) -> None:
-        if not self.is_broken:
+        if self._profiler is not None and not self.is_broken:
             with self._broken_by_error():
                 self._profiler.start()
                 self._is_recording = True
 
     def stop(self) -> None:
         """Stop profiling this step."""
-        if self._is_recording and not self.is_broken:
+        if self._profiler is not None and self._is_recording and not self.is_broken:
             with self._broken_by_error():
                 seconds, kinds = self._profiler.stop()
                 self._is_recording = False
@@ -474,13 +475,6 @@ class BusyStep:
         except Exception as error:
             print(f"autotune: the profiler gives no answer: {error}", file=sys.stderr)
             self.is_broken = True
-
-
-def busy_step(meter: Meter, micro_steps_run: int, micro_steps: int) -> BusyStep | None:
-    """Return the profiler of steps for this device; ``None`` on a CPU."""
-    if meter.device.type != "cuda":
-        return None
-    return BusyStep(Profiler(), meter, micro_steps_run, micro_steps)
 
 
 class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]

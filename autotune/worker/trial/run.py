@@ -45,9 +45,10 @@ from autotune.worker.trial.build import (
 )
 from autotune.worker.trial.cores import pin_to_one_core
 from autotune.worker.trial.measure import StepTimer, micro_steps_to_run, most_steps, prefetched_steps
-from autotune.worker.trial.meter import Arithmetic, Meter, busy_step, failure_of, most_host_bytes, open_meter
+from autotune.worker.trial.meter import Arithmetic, Meter, Profiler, failure_of, most_host_bytes, open_meter
 from autotune.worker.trial.step_checks import LossWatch, NotTrainedError, StepChecks
 from autotune.worker.trial.synthetic import synthetic_ingredients
+from autotune.worker.wrapping import after
 
 
 class TrainerSteps(TrainerCallback):  # type: ignore[misc]
@@ -107,17 +108,14 @@ class LeftOutInputs:
         self._exchanges = 0
         self._device_type = trainer.args.device.type
         self._on_batch = on_batch
-        self._fetch = trainer.get_batch_samples
-        trainer.get_batch_samples = self._get_batch_samples
+        after(trainer, "get_batch_samples", self._take)
 
-    def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Fetch the batches of a step, and copy the inputs."""
-        fetched = self._fetch(*args, **kwargs)
+    def _take(self, fetched: Any, *_: Any, **__: Any) -> None:
+        """Copy the inputs of a step, whose batches the ``Trainer`` has fetched."""
         if isinstance(fetched, tuple) and fetched and isinstance(fetched[0], list):
             self._hold(fetched[0])
             for inputs in fetched[0]:
                 self._on_batch(inputs)
-        return fetched
 
     def _hold(self, micro_batches: list[Any]) -> None:
         """Copy the largest of these inputs if they are larger than the current copies.
@@ -362,8 +360,6 @@ class Trial:
         self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any
     ) -> StepTimer:
         """Return the timer of steps; ``of`` is their number at most, for progress; ``others`` are further arguments."""
-        run = micro_steps_to_run(self._candidate, self._effort)
-        accumulation = self._candidate.gradient_accumulation_steps
         return StepTimer(
             self._meter,
             self._candidate,
@@ -372,7 +368,7 @@ class Trial:
             on_step=lambda step: self._send(Progress(step=step, of=of)),
             checks=self._checks,
             shapes=self._shapes,
-            busy=busy_step(self._meter, run, accumulation) if self._effort.busy_steps else None,
+            profiler=Profiler() if self._meter.device.type == "cuda" else None,
             ranks=self._ranks,
             **others,
         )

@@ -13,6 +13,7 @@ from autotune.core.outcome import FailureReason
 from autotune.core.real_training import RealTraining
 from autotune.space.levers import HALF
 from autotune.worker.trial.training_watch import Call, Listener, StepCounts, TrainingWatch
+from autotune.worker.wrapping import after
 
 # Default of torch.amp.GradScaler, which accelerate does not change.
 _FIRST_SCALE = 2.0**16
@@ -23,14 +24,7 @@ def on_each_micro_step(trainer: Any, take: Callable[[Any, Any], None]) -> None:
 
     Works with any subclass of ``Trainer``, since it wraps the instance's own ``training_step``.
     """
-    run_step = trainer.training_step
-
-    def training_step(model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
-        loss = run_step(model, inputs, *arguments, **keywords)
-        take(inputs, loss.detach())
-        return loss
-
-    trainer.training_step = training_step
+    after(trainer, "training_step", lambda loss, _, inputs, *__, **___: take(inputs, loss.detach()))
 
 
 class LossWatch:

@@ -16,7 +16,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,11 +110,11 @@ class Call:
         return max((shape[0] for shape in self.shapes if shape), default=0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepCounts:
-    """The counts since the last ``TrainingWatch.take``."""
+    """The counts since the last ``TrainingWatch.take``, which it adds to until the next."""
 
-    calls: tuple[Call, ...] = ()
+    calls: list[Call] = field(default_factory=list)
     backward_passes: int = 0
     """Backward passes that ended."""
     skipped_steps: int = 0
@@ -167,12 +167,7 @@ class TrainingWatch:
         self._stepped_within: Any = None
         """The last optimizer that stepped within the backward pass which is running."""
         self._found_inf: list[Any] = []
-        self._reset_counts()
-
-    def _reset_counts(self) -> None:
-        self._calls: list[Call] = []
-        self._backward_passes = self._memory_errors = self._calls_without_gradients = 0
-        self._found_inf.clear()
+        self._counts = StepCounts()
 
     def install(self, *, calls: bool = True) -> None:
         """Watch backward passes and updates from now on, and with ``calls`` also module calls and saved tensors."""
@@ -237,24 +232,19 @@ class TrainingWatch:
 
     def take(self) -> StepCounts:
         """Return the counts since the last ``take``; waits for the device where masks or a scaler are read."""
-        skipped = sum(bool(found.item()) for found in self._found_inf)
-        reals = [call.real for call in self._calls if call.real is not None]
+        seen = self._counts
+        seen.skipped_steps = sum(bool(found.item()) for found in self._found_inf)
+        reals = [call.real for call in seen.calls if call.real is not None]
         tokens = [int(torch.count_nonzero(real)) if isinstance(real, torch.Tensor) else real for real in reals]
-        seen = StepCounts(
-            tuple(self._calls),
-            self._backward_passes,
-            skipped,
-            self._memory_errors,
-            sum(tokens) if tokens else None,
-            self._calls_without_gradients,
-        )
+        seen.tokens = sum(tokens) if tokens else None
         self.drop()
         return seen
 
     def drop(self) -> int:
         """Forget the counts since the last step, without waiting for the device; return their memory errors."""
-        errors = self._memory_errors
-        self._reset_counts()
+        errors = self._counts.memory_errors
+        self._counts = StepCounts()
+        self._found_inf.clear()
         self._enable_hook()
         return errors
 
@@ -357,7 +347,7 @@ class TrainingWatch:
     def _record_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         """Record a call that computes gradients, once a gradient comes back to it."""
         if not torch.is_grad_enabled():
-            self._calls_without_gradients += not is_in_autograd()
+            self._counts.calls_without_gradients += not is_in_autograd()
             return
         if (weights := self._weights_of(called)) is None:
             return
@@ -372,13 +362,13 @@ class TrainingWatch:
         def arrive(_: Any) -> None:
             if waiting:
                 self._latest = waiting.pop()
-                self._calls.append(self._latest)
+                self._counts.calls.append(self._latest)
 
         for each in outputs:
             each.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _note_error(self, error: BaseException) -> None:
-        self._memory_errors += is_out_of_memory(error, 0.0)
+        self._counts.memory_errors += is_out_of_memory(error, 0.0)
 
     # Backward passes, compiled functions, autocast
 
@@ -403,7 +393,7 @@ class TrainingWatch:
             finally:
                 if was_on:
                     self._enable_hook()
-            self._backward_passes += 1
+            self._counts.backward_passes += 1
             self._has_passed = True
             stepped, self._stepped_within = self._stepped_within, None
             if self.listener is not None:
@@ -470,8 +460,8 @@ class TrainingWatch:
         if self.is_removed:
             return
         assert self._latest is not None, "a graph is captured after steps that were seen"
-        self._calls.append(self._latest)
-        self._backward_passes += 1
+        self._counts.calls.append(self._latest)
+        self._counts.backward_passes += 1
 
     # Updates
 
