@@ -124,39 +124,31 @@ def pieces_of(tokens: int, words: int) -> int:
 
 
 @dataclass
-class _Sums:
-    """The loss, and the gradients that are asked for, summed over the pieces so far."""
+class Sums:
+    """The loss of a linear layer's output, and the gradients that are asked for, summed over the pieces so far."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     loss: torch.Tensor
     of_hidden: torch.Tensor | None
     of_weight: torch.Tensor | None
     of_bias: torch.Tensor | None
 
-
-def add_piece(
-    sums: _Sums,
-    start: int,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    labels: torch.Tensor,
-    divisor: torch.Tensor,
-    piece: _Piece,
-) -> None:
-    """Add the loss and gradients of a piece of the tokens from ``start`` on, and free its temporary memory."""
-    hidden = hidden.to(weight.dtype)
-    entropy, gradient = piece(hidden, weight, bias, labels, divisor)
-    sums.loss += entropy
-    if sums.of_hidden is not None:
-        sums.of_hidden[start : start + len(hidden)] = gradient @ weight
-    if sums.of_weight is not None:
-        for of_rows, rows in zip(sums.of_weight.chunk(_PARTS), gradient.chunk(_PARTS, dim=1), strict=True):
-            if of_rows.dtype == rows.dtype:
-                of_rows.addmm_(rows.T, hidden)
-            else:
-                of_rows += rows.T @ hidden
-    if sums.of_bias is not None:
-        sums.of_bias += gradient.float().sum(0)
+    def add(self, piece: _Piece, start: int, hidden: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor) -> None:
+        """Add the loss and gradients of a piece of the tokens from ``start`` on, and free its temporary memory."""
+        hidden = hidden.to(self.weight.dtype)
+        entropy, gradient = piece(hidden, self.weight, self.bias, labels, divisor)
+        self.loss += entropy
+        if self.of_hidden is not None:
+            self.of_hidden[start : start + len(hidden)] = gradient @ self.weight
+        if self.of_weight is not None:
+            for of_rows, rows in zip(self.of_weight.chunk(_PARTS), gradient.chunk(_PARTS, dim=1), strict=True):
+                if of_rows.dtype == rows.dtype:
+                    of_rows.addmm_(rows.T, hidden)
+                else:
+                    of_rows += rows.T @ hidden
+        if self.of_bias is not None:
+            self.of_bias += gradient.float().sum(0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -177,9 +169,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Autocast is off inside of a Function: the same casts by hand.
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        used, used_bias = weight.to(dtype), bias.to(dtype) if bias is not None else None
         tokens = max(1, -(-hidden.shape[0] // pieces_of(hidden.shape[0], weight.shape[0])))
-        sums = _Sums(
+        sums = Sums(
+            weight.to(dtype),
+            bias.to(dtype) if bias is not None else None,
             torch.zeros((), dtype=torch.float32, device=hidden.device),
             torch.empty_like(hidden) if needs_hidden else None,
             torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None,
@@ -189,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], tokens):
                 end = start + tokens
-                add_piece(sums, start, hidden[start:end], used, used_bias, labels[start:end], divisor, piece)
+                sums.add(piece, start, hidden[start:end], labels[start:end], divisor)
         ctx.save_for_backward(sums.of_hidden, sums.of_weight, sums.of_bias, loss_scale)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return sums.loss / count

@@ -107,20 +107,20 @@ def _no_garbage_collection() -> Iterator[None]:
 @contextlib.contextmanager
 def _noting_pieces(tracer: StorageTracer) -> Iterator[None]:
     """Make a fused loss compute all logits at once, and mark its allocations: in pieces they are smaller."""
-    cut, add = loss.pieces_of, loss.add_piece
+    cut, add = loss.pieces_of, loss.Sums.add
 
-    def noted(sums: Any, start: int, hidden: torch.Tensor, weight: torch.Tensor, *others: Any) -> None:
-        tracer.logits = len(hidden) * len(weight)
+    def noted(sums: loss.Sums, piece: Any, start: int, hidden: torch.Tensor, *others: Any) -> None:
+        tracer.logits = len(hidden) * len(sums.weight)
         try:
-            add(sums, start, hidden, weight, *others)
+            add(sums, piece, start, hidden, *others)
         finally:
             tracer.logits = 0
 
-    loss.pieces_of, loss.add_piece = lambda *_: 1, noted  # type: ignore[assignment]
+    loss.pieces_of, loss.Sums.add = lambda *_: 1, noted  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        loss.pieces_of, loss.add_piece = cut, add
+        loss.pieces_of, loss.Sums.add = cut, add  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -131,7 +131,8 @@ class TrainingWatch:
     """Counts what is trained in this process, from ``install`` on, and tells ``listener`` of it."""
 
     def __init__(self) -> None:
-        self.listener: Listener | None = None
+        self.listener = Listener()
+        """It is told of each event; by default it does nothing."""
         self.autocasts: set[tuple[str, str]] = set()
         """Device and dtype of each autocast in which gradients were computed: ``("cuda", "bfloat16")``."""
         self.called_in: set[tuple[str, str]] = set()
@@ -212,8 +213,7 @@ class TrainingWatch:
             if not self._has_optimizer and self._has_passed:
                 if stand_in is None:
                     stand_in = SimpleNamespace(param_groups=[{"params": list(model.parameters())}])
-                if self.listener is not None:
-                    self.listener.optimizer_begins(stand_in)
+                self.listener.optimizer_begins(stand_in)
                 self._end_update(stand_in)
             return zero_grad(model, *args, **kwargs)
 
@@ -287,7 +287,7 @@ class TrainingWatch:
         # Hooks of checkpointing around the call would not be called for its tensors.
         if looks and not packs_saved_tensors():
             self._look_within(called)
-        if self.listener is not None and not is_in_autograd():
+        if not is_in_autograd():
             self.listener.call_begins(trains=torch.is_grad_enabled())
 
     def restart_dtype_record(self) -> None:
@@ -335,7 +335,8 @@ class TrainingWatch:
 
     def _report_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         """Report a call and the shapes of its inputs and outputs to the listener."""
-        if self.listener is not None and not is_in_autograd():
+        # Shapes are collected only for a listener to calls.
+        if type(self.listener).call_ends is not Listener.call_ends and not is_in_autograd():
             passed = dict(parts_by_place((*given, named)))
             shapes = {place: tuple(map(int, each.shape)) for place, each in passed.items() if not is_row(each)}
             # A detector gets its samples in a list.
@@ -379,8 +380,7 @@ class TrainingWatch:
             if is_in_autograd():
                 # Reentrant checkpointing runs backward passes of its own within one.
                 return backward(*args, **kwargs)
-            if self.listener is not None:
-                self.listener.backward_begins(args[0] if args else kwargs.get("tensors"))
+            self.listener.backward_begins(args[0] if args else kwargs.get("tensors"))
             was_on = self._hook is not None
             if not self._looks_closely:
                 # Calls that are recomputed within need no hooks.
@@ -396,11 +396,10 @@ class TrainingWatch:
             self._counts.backward_passes += 1
             self._has_passed = True
             stepped, self._stepped_within = self._stepped_within, None
-            if self.listener is not None:
-                self.listener.backward_ends()
-                if stepped is not None:
-                    self.listener.optimizer_begins(stepped)
-                    self.listener.optimizer_ends(stepped)
+            self.listener.backward_ends()
+            if stepped is not None:
+                self.listener.optimizer_begins(stepped)
+                self.listener.optimizer_ends(stepped)
             return result
 
         self._replace(torch.autograd, "backward", watched)
@@ -428,8 +427,7 @@ class TrainingWatch:
             self._disable_hook()
             if isinstance(owner, torch.nn.Module):
                 self.model = owner if self.model is None else self.model
-                if self.listener is not None:
-                    self.listener.call_begins(trains=torch.is_grad_enabled())
+                self.listener.call_begins(trains=torch.is_grad_enabled())
             try:
                 result = made(*given, **named)
             except Exception as error:
@@ -467,7 +465,7 @@ class TrainingWatch:
 
     def _begin_update(self, optimizer: Any) -> None:
         self._has_optimizer = True
-        if self.listener is not None and not is_in_autograd():
+        if not is_in_autograd():
             self.listener.optimizer_begins(optimizer)
 
     def _end_update(self, optimizer: Any) -> None:
@@ -485,7 +483,7 @@ class TrainingWatch:
         if is_in_autograd():
             # An optimizer that steps for each parameter as soon as its gradient exists: together one update.
             self._stepped_within = optimizer
-        elif self.listener is not None:
+        else:
             self.listener.optimizer_ends(optimizer)
 
     @property
