@@ -485,18 +485,14 @@ class TestFusedLoss:
             linear_cross_entropy(hidden, weight, None, torch.randint(0, VOCABULARY, (64,))).backward()
         assert max(made) <= max(VOCABULARY * 8, VOCABULARY * 4)
 
-    @pytest.mark.parametrize(
-        "piece",
-        [loss_module._piece, "in parts", pytest.param("compiled", marks=pytest.mark.whole)],
-    )
+    @pytest.mark.parametrize("piece", ["whole", "in parts", pytest.param("compiled", marks=pytest.mark.whole)])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_gradients_with_labels_that_do_not_count_and_a_bias(
         self, dtype: torch.dtype, piece: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if piece == "in parts":
             monkeypatch.setattr(loss_module, "_PARTED_FROM", 1)
-            piece = loss_module._piece
-        piece = torch.compile(loss_module._piece) if piece == "compiled" else piece
+        piece = torch.compile(loss_module._piece) if piece == "compiled" else loss_module._piece
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(30, 8, generator=generator)
         weight, bias = torch.randn(VOCABULARY, 8, generator=generator), torch.randn(VOCABULARY, generator=generator)
