@@ -193,17 +193,18 @@ def test_a_model_by_name_evaluates_and_saves_on_all_ranks(trainers: TrialServer)
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "told"),
-    [("logits", None, "of which .* are outputs"), ("batch", None, "512 are out of memory"), ("batch", 16, "")],
+    ("name", "batches"),
+    [("logits", {None: "of which .* are outputs"}), ("batch", {None: "512 are out of memory", 16: ""})],
 )
 def test_a_trainer_of_ones_own_is_rehearsed_on_all_ranks(
-    cpu: Device, tmp_path: Path, name: str, batch: int | None, told: str
+    cpu: Device, tmp_path: Path, name: str, batches: dict[int | None, str]
 ) -> None:
     source = find_script(("python", str(LONG_RUNS), name), ranks=2)
     with TrialServer(Placement.of(cpu, cpu), Workload.of_source(source), tmp_path / "logs") as server:
-        found = rehearsal_of(server, (400 if name == "logits" else 200) * MIB, evaluation_batch=batch, seconds=2.0)
-        assert under_way(server) == []
-    assert found.problem is None, (tmp_path / "logs" / "rehearsal.log").read_text()
-    assert (found.failed_rank is not None) == ("out of memory" in told)
-    assert bool(found.alarms) == bool(told)
-    assert re.search(told, "\n".join(found.alarms))
+        for batch, told in batches.items():
+            found = rehearsal_of(server, (400 if name == "logits" else 200) * MIB, evaluation_batch=batch, seconds=2.0)
+            assert under_way(server) == []
+            assert found.problem is None, (tmp_path / "logs" / "rehearsal.log").read_text()
+            assert (found.failed_rank is not None) == ("out of memory" in told)
+            assert bool(found.alarms) == bool(told)
+            assert re.search(told, "\n".join(found.alarms))
