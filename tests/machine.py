@@ -78,5 +78,5 @@ def compile_library(folder: Path) -> Path:
     if compiler is None:
         pytest.skip("no C compiler (cc, gcc or clang) to build the stand-in NVML library with")
     command = [compiler, "-shared", "-fPIC", "-Wall", "-Werror", f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY)]
-    subprocess.run([*command, str(STAND_INS / "nvml.c")], check=True, timeout=60)
+    subprocess.run([*command, str(STAND_INS / "nvml.c")], check=True, timeout=240)
     return folder

@@ -186,7 +186,7 @@ class PostgresServer:
         if self.process is None:
             return
         self.process.send_signal(number)
-        self.process.wait(30)
+        self.process.wait(120)
         self.process = None
 
     def close(self) -> None:

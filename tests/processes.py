@@ -67,7 +67,7 @@ def _command_line(pid: int) -> str:
         return ""
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """Whether the condition came true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -77,7 +77,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return True
 
 
-def all_gone(pids: Iterable[int], seconds: float = 60.0) -> bool:
+def all_gone(pids: Iterable[int], seconds: float = 120.0) -> bool:
     """Whether every one of these processes ended in time."""
     waited_for = list(pids)
     return wait_until(lambda: not any(map(is_alive, waited_for)), seconds)

@@ -112,7 +112,7 @@ class Service:
         if key:
             headers["Idempotency-Key"] = key
         request = urllib.request.Request(self.url + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=240) as answer:
             return json.load(answer)
 
     def submit(self, document: Any, *, token: str = "", key: str) -> Any:

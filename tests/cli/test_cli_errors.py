@@ -225,7 +225,7 @@ def test_a_limit_under_which_nothing_fits(tmp_path: Path) -> None:
 def run_into(stdout: IO[str] | int, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command whose output goes there."""
     to = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.run(command(*words), cwd=folder, env=environment(), timeout=60, **to)  # type: ignore[call-overload]
+    return subprocess.run(command(*words), cwd=folder, env=environment(), timeout=240, **to)  # type: ignore[call-overload]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
@@ -251,7 +251,7 @@ def test_a_closed_stdout_is_no_error(studied: Studied, tmp_path: Path) -> None:
     """As ``autotune show STUDY >&-``."""
     words = shlex.join(command("show", "tiny", "--storage", studied.storage))
     ended = subprocess.run(
-        f"{words} >&-", shell=True, cwd=tmp_path, env=environment(), timeout=60, stderr=subprocess.PIPE
+        f"{words} >&-", shell=True, cwd=tmp_path, env=environment(), timeout=240, stderr=subprocess.PIPE
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
 

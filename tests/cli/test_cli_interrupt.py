@@ -61,7 +61,7 @@ class Search:
         """Wait for the end; exit code and stdout."""
         stdout = self._process.stdout.read()
         code = self._process.wait(120)
-        self._reader.join(30)
+        self._reader.join(120)
         assert all_gone(self.started), "no process is left"
         assert self.started
         return code, stdout
@@ -69,7 +69,7 @@ class Search:
     def kill(self) -> None:
         """For a test that failed."""
         self._process.kill()
-        self._process.wait(30)
+        self._process.wait(120)
 
 
 @pytest.fixture
@@ -155,7 +155,7 @@ def test_of_a_verification_leaves_nothing_behind_where_a_batch_system_ends_it(st
         assert verifier.wait(60) == 130
     finally:
         verifier.kill()
-        verifier.wait(30)
+        verifier.wait(120)
     assert all_gone([trainer])
     assert not temporary.parent.exists()
 
@@ -184,5 +184,5 @@ def test_while_something_is_imported(
     (tmp_path / f"{module}.py").write_text(text)
     variables = environment()
     variables["PYTHONPATH"] = f"{tmp_path}:{variables['PYTHONPATH']}"
-    ended = subprocess.run([sys.executable, "-m", *words], env=variables, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-m", *words], env=variables, capture_output=True, text=True, timeout=240)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", f"{end_of_line}autotune: interrupted\n")

@@ -118,7 +118,7 @@ def port(database: Path) -> Iterator[int]:
 
 def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
     """One request on a connection of its own. The only headers are Host and those given."""
-    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", port, timeout=120)
     try:
         connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
         for name, value in ({"Host": f"127.0.0.1:{port}"} | headers).items():
@@ -308,7 +308,7 @@ def test_other_names_are_refused(port: int, host: str) -> None:
 
 
 def test_a_request_without_a_host_is_refused(port: int) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=20) as raw:
+    with socket.create_connection(("127.0.0.1", port), timeout=120) as raw:
         raw.sendall(b"GET /api/studies HTTP/1.0\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.0 403 ")
 
@@ -316,8 +316,8 @@ def test_a_request_without_a_host_is_refused(port: int) -> None:
 def test_a_silent_connection_holds_nobody_up_and_a_dropped_one_is_no_news(
     port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with socket.create_connection(("127.0.0.1", port), timeout=20):
-        dropped = socket.create_connection(("127.0.0.1", port), timeout=20)
+    with socket.create_connection(("127.0.0.1", port), timeout=120):
+        dropped = socket.create_connection(("127.0.0.1", port), timeout=120)
         # Lingering for no time at all: the connection is reset, not closed.
         dropped.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         dropped.close()

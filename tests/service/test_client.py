@@ -52,7 +52,7 @@ def make_certificate(folder: Path, name: str, *more: str) -> Path:
         pytest.skip("there is no openssl here")
     words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", f"/CN={name}", *more]
     words += ["-keyout", str(folder / f"{name}.key"), "-out", str(folder / f"{name}.pem")]
-    subprocess.run(words, check=True, capture_output=True, timeout=60)
+    subprocess.run(words, check=True, capture_output=True, timeout=240)
     return folder / f"{name}.pem"
 
 

@@ -33,7 +33,7 @@ def url(searches: Searches, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = searches.is_closing = True
         searches.changes.notify_all()
-        thread.join(30)
+        thread.join(120)
 
 
 def run(url: str, *words: str) -> Result:

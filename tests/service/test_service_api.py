@@ -305,7 +305,7 @@ def test_a_search_that_runs_again_at_once_keeps_its_device(
     monkeypatch.setattr(searches.runner, "_put_back", put_back_and_start)
     first.end("lost", why="its process was ended by signal 9")
     assert wait_until(lambda: bool(followers))
-    followers[0].join(30)
+    followers[0].join(120)
     assert [run.job for run in again] == [job["id"]]
     assert [searches.runner.job_on("other", "GPU-2"), searches.runner.job_on("host", H200.uuid)].count(None) == 1
     again[0].end("finished")
@@ -537,7 +537,7 @@ def test_what_cannot_be_recorded_as_the_service_ends_is_logged_and_its_search_wa
         full.setattr(queue, "writing", fail)
         job = submit(writer)["id"]
         on_cpu.next_run().add("line", {"text": "one", "style": None})
-        assert tries.wait(30)
+        assert tries.wait(120)
         with caplog.at_level(logging.WARNING, logger="autotune.service"):
             searches.runner.close()
     (said,) = [record for record in caplog.records if record.getMessage().startswith("what a search says is not")]

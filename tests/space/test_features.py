@@ -425,5 +425,5 @@ class TestExportCpuAffinity:
             + "    child = pool.apply(os.sched_getaffinity, (0,))\n"
             + "print(json.dumps([sorted(os.sched_getaffinity(0)), sorted(child)]))\n"
         )
-        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=True)
         assert json.loads(done.stdout) == [[core], sorted(os.sched_getaffinity(0))]

@@ -68,7 +68,7 @@ def test_of_many_that_take_a_free_lease_one_gets_it(store: Store, is_expired: bo
     together = threading.Barrier(8)
 
     def take(token: str) -> None:
-        together.wait(30)
+        together.wait(120)
         if leases_later(store).take("study a", OTHERS, token) is None:
             taken.append(token)
 

@@ -28,7 +28,7 @@ def test_the_urgent_go_first_and_the_others_in_the_order_of_asking() -> None:
             thread.start()
             assert wait_until(lambda place=place: waiting(semaphore) == place + 1)
     for thread in threads:
-        thread.join(30)
+        thread.join(120)
     assert order == ["urgent 1", "urgent 2", "first", "second", "third"]
     with semaphore.take():
         assert waiting(semaphore) == 0
@@ -46,7 +46,7 @@ def test_as_many_at_a_time_as_there_are_places() -> None:
                 inside += 1
                 most = max(most, inside)
             # As many as there are places meet here, and it would be seen if there were more.
-            pair.wait(30)
+            pair.wait(120)
             with guard:
                 inside -= 1
 

@@ -109,5 +109,5 @@ def test_looking_up_in_a_file_imports_no_library_of_databases(store: Store) -> N
         f"print(open_answers({str(store.path)!r}, 1.0).find('0123', PredictionAnswer), "
         "*{'optuna', 'alembic', 'sqlalchemy'} & sys.modules.keys())"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     assert ended.stdout.strip() == str(PREDICTED)

@@ -37,7 +37,7 @@ def answers_of_processes(count: int, work: Callable[[str, Barrier, Answers], Non
         child.start()
     found = [receive(answers) for _ in children]
     for child in children:
-        child.join(30)
+        child.join(120)
     return found
 
 
@@ -102,7 +102,7 @@ def test_a_killed_writer_loses_no_more_than_its_running_trial(store: Store, loca
         assert wait_until(lambda: sum(t.state != "running" for t in observer.trials(study.id)) >= 20)
         seen = sum(trial.state != "running" for trial in observer.trials(study.id))
     os.kill(child.pid, signal.SIGKILL)
-    child.join(30)
+    child.join(120)
     with open_store(location) as reopened:
         trials = reopened.trials(study.id)
         running = [trial for trial in trials if trial.state == "running"]

@@ -76,7 +76,7 @@ def test_a_process_killed_within_a_migration_leaves_the_database_as_it_was(fille
     with later_migration(tmp_path / "scripts", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"):
         child = multiprocessing.get_context("fork").Process(target=open_store, args=(str(filled),), daemon=True)
         child.start()
-        child.join(30)
+        child.join(120)
     assert child.exitcode == -9
     assert content(filled) == before
     open_store(str(filled)).close()
@@ -154,7 +154,7 @@ def run_alembic(folder: Path, database: Path, *arguments: str) -> subprocess.Com
         env=os.environ | {"AUTOTUNE_STORAGE": str(database), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -193,7 +193,7 @@ def test_an_installation_finds_its_own_migrations(tmp_path: Path) -> None:
             env=os.environ | {"PYTHONPATH": str(site)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
 
     without = run()

@@ -225,7 +225,7 @@ def test_nothing_half_written_is_left_when_the_disk_is_full(database: Path) -> N
     answer: multiprocessing.SimpleQueue[str] = forks.SimpleQueue()
     child = forks.Process(target=_open_with_little_room, args=(str(database), answer), daemon=True)
     child.start()
-    child.join(30)
+    child.join(120)
     assert receive(answer).startswith("StorageError: ")
     assert list(database.parent.iterdir()) == []
     open_store(str(database)).close()

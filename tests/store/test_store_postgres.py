@@ -61,7 +61,7 @@ def test_several_that_open_an_empty_database_at_once_set_it_up_once(empty_url: s
     barrier = threading.Barrier(4)
 
     def work(_: int) -> str:
-        barrier.wait(30)
+        barrier.wait(120)
         with open_store(empty_url) as store:
             return store.intern_workload({}, "same")
 

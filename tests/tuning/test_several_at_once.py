@@ -75,7 +75,7 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
     try:
         while any(process.is_alive() for process in searches):
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies", timeout=30) as page:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/studies", timeout=120) as page:
                     pages += page.status == 200
                 if pages == 1:
                     start.wait(60)
@@ -86,11 +86,11 @@ def test_searches_a_reader_and_the_dashboard_do_not_lock_each_other_out(tmp_path
                 time.sleep(0.05)
         end.set()
         assert [receive(answers) for _ in (*searches, reader)] == ["", "", "", ""]
-        reader.join(30)
+        reader.join(120)
     finally:
         end.set()
         shown.terminate()
-        shown.join(30)
+        shown.join(120)
     assert pages
     with open_store(path) as store:
         studies = store.studies()

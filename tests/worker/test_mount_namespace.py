@@ -63,7 +63,7 @@ def forked(user: int, does: Callable[[], None]) -> int:
                 os.setresuid(user, user, user)
                 # As a process that a user has started.
                 ctypes.CDLL(None).prctl(4, 1, 0, 0, 0)
-            signal.alarm(60)
+            signal.alarm(240)
             does()
             code = 0
         except BaseException:

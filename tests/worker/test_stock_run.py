@@ -123,7 +123,7 @@ def test_a_job_is_not_begun_where_nobody_waits_for_its_result(is_read: bool) -> 
         pass_fds=[write_fd],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     os.close(write_fd)
     if is_read:
