@@ -21,7 +21,7 @@ from autotune.cli.main import cli, exit_codes
 from autotune.core import errors
 from autotune.core.ceiling import Ceiling
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.messages import Answer, JobMessage, Progress, ServerLine
+from autotune.core.messages import Answer, JobLine, JobMessage, Progress, ServerLine
 from autotune.core.options import BY_NAME, OPTIONS, USUAL
 from autotune.core.outcome import Completed, Failed, OutOfMemory
 from autotune.core.prediction import PredictionAnswer
@@ -81,6 +81,7 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "inspection": ("The result of an inspection, which is also stored.", (InspectionAnswer,)),
     "prediction": ("The result of a prediction, which is also stored.", (PredictionAnswer,)),
     "progress": ("What a job under way sends.", (Progress,)),
+    "job-line": ("What the process of a job tells the trial server.", (JobLine,)),
     "server-line": ("What a trial server says of itself and of its jobs.", get_args(ServerLine)),
     "answer": ("How a job ended, with its result; a trial's result is an outcome.", (Answer,)),
     "outcome": ("How a trial ended: sent by its process and recorded.", (Completed, OutOfMemory, Failed)),

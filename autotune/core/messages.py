@@ -78,31 +78,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgressLine:
-    """What the process of a job says under way."""
+class JobLine:
+    """A line that a process of a job writes: its progress under way, or its result at the end."""
 
-    progress: Progress
+    progress: Progress | None = None
+    result: Any = None
     at: float | None = None
-    """When one of several ranks said it, on the clock that all processes share."""
-    id: str | None = None
-    """The job's, which the trial server adds."""
-
-
-@dataclass(frozen=True, slots=True)
-class ResultLine:
-    """What the process of a job says at its end."""
-
-    result: Any
-    at: float | None = None
-    id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class MalformedLine:
-    """The beginning of something else that the process of a job wrote."""
-
-    malformed: str
-    id: str | None = None
+    """When one of several ranks wrote it, on the clock that all processes share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,48 +126,25 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """The processes of a job are gone, or it could have none."""
+class ProgressLine:
+    """The progress of a job."""
 
-    ended: str
+    progress: Progress
+    id: str
     """The job's id."""
-    exit_code: int | None = None
-    signal: int | None = None
-    timed_out: bool = False
-    refused: str | None = None
-    """Why no process could be started."""
-    rank: int | None = None
-    """Of several ranks, the one that failed first."""
-
-
-ServerLine = Ready | Adopted | ImportFailed | Started | Ended | ProgressLine | ResultLine | MalformedLine
-_LINES: dict[str, type[ServerLine]] = {dataclasses.fields(kind)[0].name: kind for kind in get_args(ServerLine)}
-"""By the first field of each."""
-
-
-def server_line(document: dict[str, Any]) -> ServerLine:
-    """Return the typed message of a line from a trial server.
-
-    The user's own code may write into the pipe of its job, so the line of a job may hold anything. What is no message
-    becomes a ``MalformedLine``.
-    """
-    kind = next((kind for name, kind in _LINES.items() if name in document), MalformedLine)
-    try:
-        return decode(document, kind)
-    except ValueError:
-        return MalformedLine(str(document.get("progress", document))[:200], document.get("id"))
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The end of a job: its result, if there is one, and how its process ended."""
+    """The end of a job: its result, if there is one, and how its process ended.
+
+    The last four fields are added by the controller.
+    """
 
     result: Any = None
     """Of a trial its outcome, of other kinds of jobs what they found out; checked by who asked for it."""
-    during: str = ""
-    """The phase that it entered last."""
     malformed: str | None = None
-    """The beginning of a line that is no message."""
+    """Without a result: the beginning of a line of the process that is no ``JobLine``."""
     refused: str | None = None
     """Why no process could be started."""
     exit_code: int | None = None
@@ -193,6 +152,8 @@ class Answer:
     timed_out: bool = False
     rank: int | None = None
     """Of several ranks, the one that failed first."""
+    during: str = ""
+    """The phase that the job entered last."""
     lost: bool = False
     """The trial server died or was given up."""
     overdue: bool = False
@@ -200,21 +161,24 @@ class Answer:
     last_words: str = ""
     """Of a process beside the trials that gave no result: the last line of its log."""
 
-    def after(self, line: ServerLine) -> Answer:
-        """Return this answer completed by another line of the trial server."""
-        match line:
-            case ProgressLine(Progress(phase)):
-                return self if phase is None else dataclasses.replace(self, during=phase)
-            case ResultLine(result):
-                return dataclasses.replace(self, result=result)
-            case MalformedLine(malformed):
-                return dataclasses.replace(self, malformed=malformed)
-            case Ended(_, exit_code, signal, timed_out, refused, rank):
-                return dataclasses.replace(
-                    self, exit_code=exit_code, signal=signal, timed_out=timed_out, refused=refused, rank=rank
-                )
-            case _:
-                return self
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The processes of a job are gone, or it could have none."""
+
+    ended: str
+    """The job's id."""
+    answer: Answer
+
+
+ServerLine = Ready | Adopted | ImportFailed | Started | ProgressLine | Ended
+_LINES: dict[str, type[ServerLine]] = {dataclasses.fields(kind)[0].name: kind for kind in get_args(ServerLine)}
+"""The type of each line, by the name of its first field."""
+
+
+def server_line(document: dict[str, Any]) -> ServerLine:
+    """Return the typed message of a line from a trial server. Raises ``ValueError`` where it is malformed."""
+    return decode(document, next(kind for name, kind in _LINES.items() if name in document))
 
 
 @dataclass(frozen=True, slots=True)

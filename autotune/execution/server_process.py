@@ -9,14 +9,29 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from autotune.core.candidate import Document
 from autotune.core.errors import TrialServerError
-from autotune.core.messages import Adopted, Ended, ImportFailed, Ready, ServerLine, Started, server_line
+from autotune.core.messages import (
+    Adopted,
+    Answer,
+    Ended,
+    ImportFailed,
+    Job,
+    Progress,
+    ProgressLine,
+    Ready,
+    ServerLine,
+    Started,
+    server_line,
+)
 from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
+from autotune.core.prediction import PredictionWork
 from autotune.core.scratch import Scratch, private_opener
 from autotune.core.workload import Workload
 from autotune.execution.child_process import ChildProcess, server_environment, tail
@@ -137,6 +152,8 @@ class WarmServer:
             idle.leave()
 
 
+# The server ends a job at its time limit; the controller stops waiting for the server a little later.
+_GRACE_SECONDS = 20.0
 # Importing torch and transformers took 4 s on a laptop's disk, 11 s on a cold network disk; minutes mean trouble.
 _START_SECONDS = 300.0
 
@@ -160,8 +177,30 @@ def _import_error(failed: ImportFailed) -> TrialServerError:
     return TrialServerError(f"the trial server cannot import what it needs: {failed.import_error}", hint)
 
 
+@dataclass
+class SentJob:
+    """A job that was sent to the server, until its answer is fetched."""
+
+    job: Job
+    deadline: float
+    """The ``time.monotonic`` from which a silent server is given up."""
+    started: Started | None = None
+    """Its processes and its folder, once it has any."""
+    during: str = ""
+    """The phase that it entered last."""
+    progress: deque[Progress] = field(default_factory=deque)
+    """The progress reports that were not fetched yet."""
+    answer: Answer | None = None
+    """``None`` while it runs."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it runs beside the trials. Whoever waits for such a job sets a limit."""
+        return isinstance(self.job.work, PredictionWork)
+
+
 class ServerProcess:
-    """The server's process, which is started again where it died between two jobs.
+    """The server's process with its jobs. It is started again where it died between two jobs.
 
     Where ``on_start`` is given, the process starts when it is first needed, and ``on_start`` is called then. An idle
     server of ``warm`` is taken instead of a start where it has the right imports, and goes back there at the end.
@@ -184,8 +223,7 @@ class ServerProcess:
         self._warm = warm
         self._server: StartedServer | None = None
         self._was_idle = False
-        # Of jobs that have not ended, by their ids.
-        self._children: dict[str, Started] = {}
+        self._jobs: dict[str, SentJob] = {}
 
     @property
     def fd(self) -> int | None:
@@ -194,8 +232,8 @@ class ServerProcess:
 
     def pids_of(self, job_id: str) -> tuple[int, ...]:
         """Return the process ids of a running job, in the order of its ranks; an empty tuple otherwise."""
-        child = self._children.get(job_id)
-        return child.pids if child is not None else ()
+        sent = self._jobs.get(job_id)
+        return sent.started.pids if sent is not None and sent.started is not None and sent.answer is None else ()
 
     def start_process(self) -> None:
         """Start the process, or take the idle one. Its imports overlap with the caller's next work.
@@ -233,7 +271,7 @@ class ServerProcess:
             # before it has read it is noticed by whoever waits for it.
             self.send(message, time.monotonic() + _START_SECONDS)
         except BaseException:
-            self.end_process()
+            self.close()
             raise
 
     def _environment(self) -> dict[str, str]:
@@ -241,16 +279,15 @@ class ServerProcess:
         needs_hub = self.workload.weights is not None or self.workload.data is not None
         return server_environment(self.placement, os.environ, offline=not needs_hub and not own_code, own_code=own_code)
 
-    def await_ready(self) -> bool:
-        """Wait until the server can take jobs; return whether this call had to start it.
+    def await_ready(self) -> None:
+        """Wait until the server can take jobs.
 
         It is started where there is none, and again where it died between two jobs. Raises ``TrialServerError`` where
         its imports fail, and where it ends or is not ready in time.
         """
         if self._server is not None and self._server.is_ready and not self._server.is_alive:
-            self.end_process()
-        is_new = self._server is None
-        if is_new:
+            self.close()
+        if self._server is None:
             self.start_process()
         deadline = time.monotonic() + _START_SECONDS
         was_replaced = False
@@ -261,25 +298,24 @@ class ServerProcess:
                 # An idle server may have ended because of earlier searches, so a new one is started. A new one
                 # that a signal killed is started again once.
                 was_replaced |= not self._was_idle
-                self.end_process()
+                self.close()
                 self.start_process()
                 continue
             if messages is None or time.monotonic() > deadline:
-                self.end_process()
+                self.close()
                 raise TrialServerError(
                     f"the trial server did not start: {tail(self.server_log) or 'it said nothing'}",
                     f"its output is in {self.server_log}",
                 )
             for line in messages:
                 if isinstance(line, ImportFailed):
-                    self.end_process()
+                    self.close()
                     raise _import_error(line)
                 if isinstance(line, Ready) and self._was_idle:
                     # It was taken while it still imported. It answers the workload with ``Adopted``.
                     self._tell_workload()
                 elif isinstance(line, Ready | Adopted):
                     self._server.is_ready = True
-        return is_new
 
     def _was_killed(self) -> bool:
         """Return whether a signal killed the server, so that a new process may work."""
@@ -302,31 +338,103 @@ class ServerProcess:
             return None
         said = [server_line(json.loads(line)) for line in lines]
         for line in said:
-            if isinstance(line, Started):
-                self._children[line.started] = line
-            elif isinstance(line, Ended):
-                self._children.pop(line.ended, None)
+            self._take(line)
         return said
+
+    def _take(self, line: ServerLine) -> None:
+        """Add a message to its job; drop the messages of unknown jobs and of jobs that were lost."""
+        match line:
+            case Started(job_id) | ProgressLine(_, job_id) | Ended(job_id):
+                sent = self._jobs.get(job_id)
+            case _:
+                return
+        if sent is None or sent.answer is not None:
+            return
+        match line:
+            case Started():
+                sent.started = line
+            case ProgressLine(progress):
+                sent.during = progress.phase or sent.during
+                sent.progress.append(progress)
+            case Ended(_, answer):
+                sent.answer = replace(answer, during=sent.during)
+
+    def begin(self, job: Job) -> None:
+        """Send a job to the server, after its imports, without waiting for the job."""
+        self.await_ready()
+        deadline = time.monotonic() + job.timeout_seconds + _GRACE_SECONDS
+        self._jobs[job.id] = SentJob(job, deadline)
+        if not self.send({"job": job.document()}, deadline):
+            self.close()
+
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the first deadline of the running jobs, without predictions; ``None`` for none."""
+        deadlines = [sent.deadline for sent in self._jobs.values() if sent.answer is None and not sent.is_beside]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def listen(self, wait_seconds: float | None) -> bool:
+        """Read messages of the server, waiting for one at most ``wait_seconds``; return whether any came.
+
+        A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
+        """
+        if self._server is None or all(sent.answer is not None for sent in self._jobs.values()):
+            return False
+        messages = self.read(time.monotonic() + (wait_seconds or 0.0))
+        if messages is None:
+            self.close()
+        elif not messages and self.seconds_left() == 0:
+            self.close(overdue=True)
+        return bool(messages)
+
+    def progress_of(self, job_id: str) -> Progress | None:
+        """Return the next progress report of a job, in order; ``None`` without a new report."""
+        progress = self._jobs[job_id].progress
+        return progress.popleft() if progress else None
+
+    def end_of(self, job_id: str) -> Answer | None:
+        """Return a job's answer, once; ``None`` before its end, and while it has unread progress reports."""
+        sent = self._jobs[job_id]
+        return self._jobs.pop(job_id).answer if sent.answer is not None and not sent.progress else None
+
+    def run_to_end(self, job: Job) -> Answer:
+        """Run a job, wait for its end and return its answer."""
+        self.begin(job)
+        try:
+            while (answer := self.end_of(job.id)) is None:
+                self._jobs[job.id].progress.clear()
+                self.listen(self.seconds_left())
+        except BaseException:
+            # Who stops waiting for a job must not leave it running beside the next.
+            self.close()
+            self._jobs.pop(job.id, None)
+            raise
+        return answer
 
     def release(self) -> None:
         """Hand an idle server back for the next search; end a busy one."""
         server = self._server
-        if self._warm is None or server is None or not server.is_ready or self._children:
-            self.end_process()
+        is_busy = any(sent.answer is None for sent in self._jobs.values())
+        if self._warm is None or server is None or not server.is_ready or is_busy:
+            self.close()
             return
         self._server = None
         self._warm.keep(server)
 
-    def end_process(self) -> None:
-        """End the server and all its jobs, with their processes and files."""
+    def close(self, *, overdue: bool = False) -> None:
+        """End the server and all its jobs, with their processes and files. The next job starts a new server.
+
+        Running jobs are lost; ``overdue`` says in their answers that the server had not answered in time.
+        """
         server, self._server = self._server, None
-        if server is None:
-            return
-        server.leave()
-        children, self._children = self._children, {}
-        for child in children.values():
-            # A server that was killed has ended and removed nothing.
-            for pid in child.pids:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(pid, signal.SIGKILL)
-            Scratch(child.folder).remove()
+        if server is not None:
+            server.leave()
+        for sent in self._jobs.values():
+            if sent.answer is not None:
+                continue
+            sent.answer = Answer(during=sent.during, lost=True, overdue=overdue)
+            if sent.started is not None:
+                # A server that was killed has ended and removed nothing.
+                for pid in sent.started.pids:
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(pid, signal.SIGKILL)
+                Scratch(sent.started.folder).remove()

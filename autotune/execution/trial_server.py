@@ -7,9 +7,8 @@ import os
 import shutil
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -23,14 +22,8 @@ from autotune.core.messages import (
     Answer,
     DataAnswer,
     DataWork,
-    Ended,
     InspectionWork,
     Job,
-    MalformedLine,
-    Progress,
-    ProgressLine,
-    ResultLine,
-    ServerLine,
     Work,
 )
 from autotune.core.placement import Placement
@@ -44,26 +37,11 @@ from autotune.execution.oneshot import GpuInspection, find_protection, with_gpu_
 from autotune.execution.server_process import ServerProcess, WarmServer
 from autotune.models.dataset_files import check_unchanged
 
-# The server ends a job at its time limit; the controller stops waiting for the server a little later.
-_GRACE_SECONDS = 20.0
 _INSPECT_SECONDS = 180.0
 # A core tokenizes a few thousand samples a second; an hour is for tens of millions of them.
 _READ_DATA_SECONDS = 3600.0
 
 T = TypeVar("T", DataAnswer, LookAnswer, Rehearsal)
-
-
-@dataclass
-class _UnderWay:
-    """A running job, or an ended one whose result was not fetched yet."""
-
-    deadline: float
-    is_beside: bool
-    """Whether it was submitted to run beside the trials; ``TrialServer.ended`` tells of its end."""
-    answer: Answer = field(default_factory=Answer)
-    """What is known of it so far."""
-    progress: deque[Progress] = field(default_factory=deque)
-    has_ended: bool = False
 
 
 class TrialServer(ServerProcess):
@@ -88,7 +66,6 @@ class TrialServer(ServerProcess):
         placement = Placement.of(placement) if isinstance(placement, Device) else placement
         super().__init__(placement, workload, log_folder, on_start, warm)
         self._log_folder = log_folder
-        self._jobs: dict[str, _UnderWay] = {}
         self.data_folder: Path | None = None
         """The folder of the prepared dataset; ``None`` without one."""
         self._looks = 0
@@ -106,8 +83,6 @@ class TrialServer(ServerProcess):
 
     def __exit__(self, *_: object) -> None:
         self._gpu.close()
-        if any(not job.has_ended for job in self._jobs.values()):
-            self.close()
         self.release()
         if self._layer is not None:
             self._layer.remove()
@@ -123,27 +98,9 @@ class TrialServer(ServerProcess):
         if inspects:
             self._gpu.begin(self._log_folder)
 
-    def close(self) -> None:
-        """End the server and all its jobs; leave no process behind. The next job starts a new server."""
-        self.end_process()
-        self._lose_jobs(overdue=False)
-
-    # Jobs of any kind
-
     def begin(self, job: Job) -> None:
-        """Send a job to the server, after its imports, without waiting for the job."""
-        self._send_job(job, is_beside=False)
-
-    def _send_job(self, job: Job, *, is_beside: bool) -> None:
-        """Send a job once the server is ready. Jobs of a server that has died since are lost."""
-        if self.await_ready():
-            self._lose_jobs(overdue=False)
-        if self.workload.source is not None:
-            job = replace(job, protection=self._protected())
-        deadline = time.monotonic() + job.timeout_seconds + _GRACE_SECONDS
-        self._jobs[job.id] = _UnderWay(deadline, is_beside)
-        if not self.send({"job": job.document()}, deadline):
-            self.close()
+        """Send a job to the server, after its imports, with the protection of the user's files from their own code."""
+        super().begin(job if self.workload.source is None else replace(job, protection=self._protected()))
 
     def _protected(self) -> Protection:
         """Return the protection of the user's files from their own code: that asked for, else the best there is."""
@@ -168,86 +125,12 @@ class TrialServer(ServerProcess):
             "deletes in every trial as it would by itself",
         )
 
-    def seconds_left(self) -> float | None:
-        """Return the seconds until the first deadline of the running jobs; ``None`` without any.
-
-        Prediction jobs are left out: who waits for them sets a limit.
-        """
-        deadlines = [job.deadline for job in self._jobs.values() if not job.has_ended and not job.is_beside]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    def listen(self, wait_seconds: float | None) -> bool:
-        """Read messages of the server, waiting for one at most ``wait_seconds``; return whether any came.
-
-        A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
-        """
-        if self._server is None or all(job.has_ended for job in self._jobs.values()):
-            return False
-        messages = self.read(time.monotonic() + (wait_seconds or 0.0))
-        if messages is None:
-            self.close()
-        elif messages:
-            for line in messages:
-                self._take(line)
-        elif self.seconds_left() == 0:
-            self.end_process()
-            self._lose_jobs(overdue=True)
-        return bool(messages)
-
-    def progress_of(self, job_id: str) -> Progress | None:
-        """Return the next progress report of a job, in order; ``None`` without a new report."""
-        progress = self._jobs[job_id].progress
-        return progress.popleft() if progress else None
-
-    def end_of(self, job_id: str) -> Answer | None:
-        """Return a job's final answer, once; ``None`` before its end, and while it has unread progress reports."""
-        job = self._jobs[job_id]
-        return self._jobs.pop(job_id).answer if job.has_ended and not job.progress else None
-
-    def _take(self, line: ServerLine) -> None:
-        """Add a message to its job; drop the messages of unknown and ended jobs."""
-        match line:
-            case Ended(job_id):
-                job = self._jobs.get(job_id)
-            case ProgressLine() | ResultLine() | MalformedLine():
-                job = self._jobs.get(line.id or "")
-            case _:
-                job = None
-        if job is None or job.has_ended:
-            return
-        job.answer = job.answer.after(line)
-        if isinstance(line, Ended):
-            job.has_ended = True
-        elif isinstance(line, ProgressLine) and not job.is_beside:
-            job.progress.append(line.progress)
-
-    def _lose_jobs(self, *, overdue: bool) -> None:
-        """Mark the running jobs as lost with their server."""
-        for job in self._jobs.values():
-            if not job.has_ended:
-                job.answer = replace(job.answer, lost=True, overdue=overdue)
-                job.has_ended = True
-
-    def _run_to_end(self, job: Job) -> Answer:
-        """Run a job, wait for its end and return its answer."""
-        self.begin(job)
-        try:
-            while (answer := self.end_of(job.id)) is None:
-                self._jobs[job.id].progress.clear()
-                self.listen(self.seconds_left())
-        except BaseException:
-            # Who stops waiting for a job must not leave it running beside the next.
-            self.close()
-            self._jobs.pop(job.id, None)
-            raise
-        return answer
-
     # Jobs beside the trials
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a prediction job, after the server's imports, without waiting; see ``ended``."""
-        log_path = self._prediction_log(job_id)
-        self._send_job(Job(job_id, self.workload, work, timeout_seconds, str(log_path)), is_beside=True)
+        log_path = str(self._log_folder / f"predict-{job_id}.log")
+        self.begin(Job(job_id, self.workload, work, timeout_seconds, log_path))
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
         """Return the answers of prediction jobs that ended since the last call, by id.
@@ -255,22 +138,17 @@ class TrialServer(ServerProcess):
         Waits at most ``wait_seconds`` for the first of them.
         """
         deadline = time.monotonic() + wait_seconds
-        while self._prediction_jobs(has_ended=False) and not self._prediction_jobs(has_ended=True):
+        beside = [sent for sent in self._jobs.values() if sent.is_beside]
+        while beside and all(sent.answer is None for sent in beside):
             if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
                 break
         ended = {}
-        for job_id in self._prediction_jobs(has_ended=True):
-            answer = self._jobs.pop(job_id).answer
-            if answer.result is None:
-                answer = replace(answer, last_words=tail(self._prediction_log(job_id), 1))
-            ended[job_id] = answer
+        for sent in beside:
+            if sent.answer is not None:
+                del self._jobs[sent.job.id]
+                last_words = tail(sent.job.log_path, 1) if sent.answer.result is None else ""
+                ended[sent.job.id] = replace(sent.answer, last_words=last_words)
         return ended
-
-    def _prediction_log(self, job_id: str) -> Path:
-        return self._log_folder / f"predict-{job_id}.log"
-
-    def _prediction_jobs(self, *, has_ended: bool) -> list[str]:
-        return [job_id for job_id, job in self._jobs.items() if job.is_beside and job.has_ended is has_ended]
 
     # Questions before the first trial
 
@@ -321,7 +199,7 @@ class TrialServer(ServerProcess):
     def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> T | str:
         """Run a job and return its decoded answer, or the reason in words why there is none."""
         log_path = str(self._log_folder / f"{name}.log")
-        answer = self._run_to_end(Job(name, self.workload, work, timeout_seconds, log_path))
+        answer = self.run_to_end(Job(name, self.workload, work, timeout_seconds, log_path))
         try:
             return how_it_ended(answer, log_path) if answer.result is None else decode(answer.result, kind)
         except ValueError as error:
@@ -348,11 +226,11 @@ class TrialServer(ServerProcess):
             arms = replace(arms, chip=of_gpu.chip, within_seconds=within_seconds) if of_gpu is not None else None
         work = InspectionWork(self.placement.rank_devices, arms)
         job = Job("inspect", self.workload, work, timeout_seconds, str(log_path))
-        answer = self._run_to_end(job)
+        answer = self.run_to_end(job)
         is_answered = answer.result is not None or answer.timed_out or answer.overdue
         if not is_answered and (answer.signal or answer.lost):
             # The process may have been killed from outside. A second kill is no coincidence.
-            answer = self._run_to_end(job)
+            answer = self.run_to_end(job)
         try:
             answered = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
         except ValueError as error:

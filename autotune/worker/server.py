@@ -10,9 +10,9 @@ Both sides write lines of JSON. The controller writes to standard input: first t
 
 The server writes to the file descriptor named on the command line. It sends ``ready`` or ``import_error`` once. For
 each job it sends ``started`` (with ``pids``, and ``folder``, which the server removes at the end), any number of
-``progress``, at most one ``result``, and exactly one ``ended`` (with ``exit_code``, ``signal``, ``timed_out``, and
-``refused`` with the reason where no process could be started). When standard input closes or the controller dies, the
-server kills every descendant and exits.
+``progress``, and exactly one ``ended`` with the ``answer``: the result, if there is one, and how the process ended.
+Where no process could be started, ``ended`` with the reason is all. When standard input closes or the controller dies,
+the server kills every descendant and exits.
 
 A ready server that runs nothing can be told another workload, with ``log_path``: where its own output goes from then
 on. It imports that model's class, so that no trial has to, and answers ``adopted``. A server without a workload has
@@ -20,7 +20,7 @@ imported for any; one that is also told that it ``is_plain``, for those without 
 
 A job with ``ranks`` above one, a trial or an inspection of the user's own code, is that many processes in one process
 group. The first rank that fails ends the job: the others are killed at once, and the job's result is that rank's, which
-``ended`` names as ``rank``. Otherwise the job has the result of rank 0 once every rank has one.
+the answer names as ``rank``. Otherwise the job has the result of rank 0 once every rank has one.
 
 The server itself only imports. A tensor operation or a ``torch.cuda`` call before a fork would leave children with
 dead thread pools or an unusable CUDA.
@@ -43,16 +43,17 @@ from autotune.core.inspection import InspectionAnswer
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Adopted,
+    Answer,
     DataWork,
     Ended,
     ImportFailed,
     InspectionWork,
     Job,
-    MalformedLine,
+    JobLine,
     Problem,
+    Progress,
     ProgressLine,
     Ready,
-    ResultLine,
     ServerLine,
     Started,
     TrialWork,
@@ -62,7 +63,7 @@ from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
 from autotune.core.placement import rank_log
 from autotune.core.prediction import PredictionWork
 from autotune.core.rehearsal import Rehearsal, RehearsalWork
-from autotune.core.schema import encode
+from autotune.core.schema import decode, encode
 from autotune.core.scratch import Scratch, make_scratch
 from autotune.worker import process
 from autotune.worker.failures import chain_of, first_line, package_of
@@ -83,9 +84,10 @@ class _Rank:
         self.pid = pid
         self.lines = LineReader(result_fd, _LINE_LIMIT_BYTES)
         self.log_path = log_path
-        self.answer: dict[str, Any] | None = None
-        """The process's line with a ``result``, once it wrote one."""
+        self.answer: JobLine | None = None
+        """The process's line with a result, once it wrote one."""
         self.malformed: str | None = None
+        """The beginning of a line that is no ``JobLine``."""
         self.status: int | None = None
         """Its wait status, once it has ended."""
 
@@ -104,7 +106,7 @@ class _Rank:
     @property
     def result(self) -> Any:
         """The result of the process; ``None`` before the process wrote one."""
-        return None if self.answer is None else self.answer.get("result")
+        return None if self.answer is None else self.answer.result
 
     @property
     def state(self) -> Any:
@@ -125,6 +127,12 @@ class _Rank:
     def has_failed(self) -> bool:
         """Whether the process ended without a result, or with another state than ``completed``."""
         return self.status is not None if self.answer is None else self.state != "completed"
+
+
+def _order_of_blame(failed: _Rank) -> tuple[bool, float, int]:
+    """Return a key that is smallest for the rank that failed first, see ``_RunningJob.blame``."""
+    at = failed.answer.at if failed.answer is not None else None
+    return failed.state != "out_of_memory", at or 0.0, failed.number
 
 
 class _RunningJob:
@@ -155,12 +163,7 @@ class _RunningJob:
         if self.culprit is not None or len(self.ranks) == 1:
             return False
         failed = [rank for rank in self.ranks if rank.has_failed]
-        # On the clock that all processes share; 0 where a rank did not answer.
-        times = {rank.number: (rank.answer or {}).get("at") for rank in failed}
-        at = {number: float(time) if isinstance(time, int | float) else 0.0 for number, time in times.items()}
-        self.culprit = min(
-            failed, key=lambda rank: (rank.state != "out_of_memory", at[rank.number], rank.number), default=None
-        )
+        self.culprit = min(failed, key=_order_of_blame, default=None)
         return self.culprit is not None
 
     def kill(self) -> None:
@@ -243,7 +246,7 @@ class Server:
             except ValueError as error:
                 # This version of the worker cannot read it.
                 job_id = document.get("id") if isinstance(document, dict) else None
-                self.report(Ended(str(job_id), refused=str(error)))
+                self.report(Ended(str(job_id), Answer(refused=str(error))))
             else:
                 self._start(asked)
         elif "log_path" in message:
@@ -258,7 +261,7 @@ class Server:
         try:
             scratch = make_scratch(_FOLDER_PREFIX)
         except AutotuneError as error:
-            self.report(Ended(job.id, refused=f"{error.message}; {error.hint}"))
+            self.report(Ended(job.id, Answer(refused=f"{error.message}; {error.hint}")))
             return
         if isinstance(job.work, TrialWork) and job.work.candidate.arm.torch_compile:
             import_compiler()
@@ -277,7 +280,7 @@ class Server:
                 os.close(rank.lines.fd)
             scratch.remove()
             why = getattr(error, "strerror", None) or error
-            self.report(Ended(job.id, refused=f"no process can be started: {why}"))
+            self.report(Ended(job.id, Answer(refused=f"no process can be started: {why}")))
             return
         self._jobs.append(_RunningJob(job, ranks, scratch, store))
         if job.protection is not None and job.protection.layer is not None:
@@ -373,35 +376,34 @@ class Server:
         # The result of the rank that failed, or else of rank 0, whose measurement is of all ranks.
         rank = job.culprit or job.ranks[0]
         is_whole = rank is job.culprit or len(job.ranks) == 1 or all(rank.state == "completed" for rank in job.ranks)
+        result = malformed = None
         if rank.answer is not None and is_whole:
             named = job.culprit is not None and isinstance(rank.result, dict)
-            self.report(ResultLine(_naming_rank(rank.number, rank.result) if named else rank.result, id=job.id))
+            result = _naming_rank(rank.number, rank.result) if named else rank.result
             if job.layer is not None:
                 take_kept(job.scratch, job.layer)
-        elif (why := _why_stopped(job)) is not None:
-            self.report(ResultLine(why, id=job.id))
-        elif rank.malformed is not None:
-            self.report(MalformedLine(rank.malformed, job.id))
+        elif (result := _why_stopped(job)) is None:
+            malformed = rank.malformed
         job.scratch.remove()
         code = os.waitstatus_to_exitcode(rank.status or 0)
         exit_code, number = (code, None) if code >= 0 else (None, -code)
         culprit = None if job.culprit is None else job.culprit.number
-        self.report(Ended(job.id, exit_code, number, job.timed_out, rank=culprit))
+        self.report(Ended(job.id, Answer(result, malformed, None, exit_code, number, job.timed_out, culprit)))
 
     def _read_lines(self, job: _RunningJob, rank: _Rank) -> None:
         """Forward the progress of the first rank, and keep the result of any until all have ended."""
         for line in rank.lines.read():
-            try:
-                message = json.loads(line)
-            except ValueError:
-                message = None
             # The user's own code may write anything into the pipe.
-            if not isinstance(message, dict) or not {"progress", "result"} & message.keys():
+            try:
+                said = decode(json.loads(line), JobLine)
+            except ValueError:
+                said = JobLine()
+            if said.result is not None:
+                rank.answer = rank.answer or said
+            elif said.progress is None:
                 rank.malformed = line[:200].decode(errors="replace")
-            elif "result" in message:
-                rank.answer = rank.answer or message
             elif rank.number == 0:
-                self.report(ProgressLine(message["progress"], id=job.id))
+                self.report(ProgressLine(said.progress, job.id))
 
 
 def _why_stopped(job: _RunningJob) -> Any:
@@ -434,10 +436,10 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     """Run the work of a job in the child, and send its result."""
     import torch
 
-    def send(kind: str, value: Any) -> None:
+    def send(said: Any) -> None:
         # By this time the server finds the rank that failed first.
         at = time.monotonic() if job.ranks > 1 else None
-        line = ProgressLine(value, at) if kind == "progress" else ResultLine(encode(value), at)
+        line = JobLine(said, at=at) if isinstance(said, Progress) else JobLine(result=said, at=at)
         data = json.dumps(encode(line)).encode() + b"\n"
         while data:
             data = data[os.write(result_fd, data) :]
@@ -458,11 +460,11 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
             # Patches torch permanently, so it is imported only in this process.
             from autotune.worker.fake.step import predict
 
-            send("result", predict(work, job.workload))
+            send(predict(work, job.workload))
         case DataWork(folder):
             from autotune.worker.dataset.reading import read_data
 
-            send("result", read_data(job.workload, folder))
+            send(read_data(job.workload, folder))
         case work if job.workload.source is not None:
             from autotune.worker.user.run import run_own
 
@@ -470,24 +472,24 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case LookWork() as work:
             from autotune.worker.trial.look import look
 
-            send("result", look(job.workload, work, scratch.output_dir))
+            send(look(job.workload, work, scratch.output_dir))
         case RehearsalWork() as work:
             from autotune.worker.user.rehearsal import NamedRehearsal
 
             def end(found: Rehearsal) -> NoReturn:
-                send("result", found)
+                send(found)
                 process.leave(0)
 
             NamedRehearsal(job.workload, work, scratch, end, ranks).run_and_end()
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 
-            send("result", InspectionAnswer(inspect(job.workload, work)))
+            send(InspectionAnswer(inspect(job.workload, work)))
         case TrialWork() as work:
             from autotune.worker.trial.run import Trial
 
-            trial = Trial(job.workload, work, scratch, lambda progress: send("progress", progress), ranks)
-            send("result", outcome_document(trial.run()))
+            trial = Trial(job.workload, work, scratch, send, ranks)
+            send(outcome_document(trial.run()))
 
 
 def main() -> None:

@@ -14,9 +14,10 @@ def gpu(uuid: str) -> Device:
     return Device("cuda", 3, uuid, "a GPU", 2**34, None, None, None)
 
 
-def test_the_device_is_named_by_uuid_and_alone() -> None:
-    environment = server_environment(Placement.of(gpu("GPU-abc")), {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, offline=True)
-    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-abc"
+def test_devices_are_named_by_uuid_in_the_order_of_the_ranks() -> None:
+    ranks = Placement.of(gpu("GPU-b"), gpu("GPU-a"))
+    environment = server_environment(ranks, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, offline=True)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
 
 
 def test_a_cpu_sees_no_gpu(cpu: Device) -> None:
@@ -68,8 +69,3 @@ def test_several_ranks_have_the_threads_that_torchrun_gives_them(cpu: Device) ->
     assert server_environment(ranks, {}, offline=True)["OMP_NUM_THREADS"] == "1"
     assert server_environment(ranks, {"OMP_NUM_THREADS": "3"}, offline=True)["OMP_NUM_THREADS"] == "3"
     assert "OMP_NUM_THREADS" not in server_environment(Placement.of(cpu), {}, offline=True)
-
-
-def test_ranks_see_each_others_gpus_in_their_order() -> None:
-    environment = server_environment(Placement.of(gpu("GPU-b"), gpu("GPU-a")), {}, offline=True)
-    assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"

@@ -52,7 +52,7 @@ def descendants_in(log: Path) -> list[int]:
         ("write 5", "malformed", "'5'"),
         ('write {"result":{"state":"splendid"}}', "malformed", "unknown state 'splendid'"),
         ('write {"result":{"state":"completed"}}', "malformed", "malformed Completed"),
-        ('write {"progress":5}', "malformed", "'5'"),
+        ('write {"progress":5}', "malformed", "not a result: '{\"progress\":5}'"),
         ('write {"result":7}', "malformed", "it is no document"),
         # As the server itself says when a job starts.
         ('write {"started":"x"}', "malformed", 'not a result: \'{"started":"x"}\''),
@@ -172,7 +172,7 @@ def test_a_server_that_is_asked_to_end_takes_its_trial_along(stand_in_runner: Tr
 
 
 def test_a_stopped_server_is_given_up_and_killed(stand_in_runner: TrialServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autotune.execution.trial_server._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("autotune.execution.server_process._GRACE_SECONDS", 0.5)
     monkeypatch.setattr("autotune.execution.server_process.LEAVE_SECONDS", 0.5)
     run_trial(stand_in_runner, "complete")
     stopped = server()

@@ -13,6 +13,7 @@ from typing import Any
 
 from tiny import AMPLE_BYTES, QUICK
 
+from autotune.core import messages
 from autotune.core.candidate import Candidate, Document
 from autotune.core.code_interface import Protection
 from autotune.core.device import Device
@@ -31,14 +32,14 @@ from autotune.execution.oneshot import find_protection
 class Answer:
     """Everything that the server said about one job."""
 
-    messages: list[Document]
+    progress: list[Progress]
+    end: messages.Answer
     log: str
 
     @property
     def result(self) -> Document:
         """The job's one result."""
-        (result,) = [message["result"] for message in self.messages if "result" in message]
-        return dict(result)
+        return dict(self.end.result)
 
     @property
     def inspected(self) -> InspectionAnswer:
@@ -70,11 +71,6 @@ class Answer:
         outcome = self.outcome
         assert isinstance(outcome, Failed), outcome
         return outcome
-
-    @property
-    def progress(self) -> list[Progress]:
-        """The progress in its order."""
-        return [decode(message["progress"], Progress) for message in self.messages if "progress" in message]
 
 
 def of_command(*words: str) -> Workload:
@@ -122,12 +118,13 @@ class ServerClient:
         log_path = self._folder / f"{name}.log"
         self._send({"job": Job(name, workload, work, timeout_seconds, str(log_path), protection).document()})
         assert self.read()["started"] == name
-        messages: list[Document] = []
-        while "ended" not in (message := self.read()):
-            assert message["id"] == name
-            messages.append(message)
-        assert message["ended"] == name
-        return Answer([*messages, message], log_path.read_text())
+        progress: list[Progress] = []
+        while isinstance(line := messages.server_line(self.read()), messages.ProgressLine):
+            assert line.id == name
+            progress.append(line.progress)
+        assert isinstance(line, messages.Ended)
+        assert line.ended == name
+        return Answer(progress, line.answer, log_path.read_text())
 
     def trial(
         self,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_callback import CallbackHandler
 
-from autotune.core.messages import Job, TrialWork
+from autotune.core.messages import Job, Progress, TrialWork
 from autotune.core.outcome import outcome_document
 from autotune.core.rehearsal import RehearsalWork
 from autotune.core.schema import encode
@@ -80,7 +80,7 @@ def rank_of(job: Job, rank: int, port: int, folder: Path) -> int:
 
     if job.workload.source is not None:
         # Ends the process.
-        run_own(job.workload, job.work, scratch, lambda what, told: tell(told) if what == "result" else None, ranks)
+        run_own(job.workload, job.work, scratch, lambda said: None if isinstance(said, Progress) else tell(said), ranks)
     if isinstance(job.work, RehearsalWork):
 
         def end(found: Any) -> NoReturn:

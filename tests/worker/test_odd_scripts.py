@@ -9,6 +9,7 @@ import pytest
 from server_client import ServerClient
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
+from autotune.core.messages import Answer
 from autotune.core.training_source import TrainingSource, find_script
 from autotune.core.workload import Workload
 
@@ -80,7 +81,7 @@ def test_it_is_told(trial_server: ServerClient, folder: Path, text: str, message
 
 def test_nothing_is_left_of_a_daemon(trial_server: ServerClient, folder: Path) -> None:
     answer = trial_server.inspection(Workload.of_source(script(folder, DAEMON)))
-    assert [message.get("exit_code") for message in answer.messages] == [1]
+    assert (answer.progress, answer.end) == ([], Answer(exit_code=1))
     assert [path.name for path in folder.iterdir()] == ["run.py"]
     here = [process for process in psutil.process_iter(["cwd"]) if process.info["cwd"] == str(folder)]
     assert [process.pid for process in here] == [os.getpid()]

@@ -89,7 +89,7 @@ def test_an_example_script_is_measured_and_writes_nothing(trial_server: ServerCl
     answer = sane(trial_server, workload, Candidate(Arm("bf16", gradient_checkpointing=True), 16, 2))
     assert answer.completed.measurement.micro_steps_run == 2
     assert [progress.phase for progress in answer.progress if progress.phase] == ["device", "script", "train"]
-    assert answer.messages[-1]["exit_code"] == 0
+    assert answer.end.exit_code == 0
     assert "'eval_loss'" not in answer.log
     assert "train_runtime" not in answer.log
     assert files(folder) == {"train.csv", "out"}
@@ -391,7 +391,7 @@ def test_an_inspection_never_has_two_models(trial_server: ServerClient, folder: 
 
 def test_an_inspection_that_is_killed_says_by_what(trial_server: ServerClient) -> None:
     answer = trial_server.inspection(trainer("die_when_built"))
-    assert answer.messages[-1]["signal"] == signal.SIGKILL
+    assert answer.end.signal == signal.SIGKILL
 
 
 def test_ranks_that_share_a_sample_are_refused(trial_server: ServerClient, folder: Path) -> None:
@@ -475,7 +475,7 @@ def test_nothing_is_left_of_a_script_that_is_stopped_by_force(trial_server: Serv
     text = "import sys, time\nprint('where', TrainingArguments('out').output_dir, flush=True)\ntime.sleep(600)\n"
     for limit_seconds in (8.0, 80.0):
         answer = trial_server.trial(inline(folder, text), Candidate(Arm(), 4), timeout_seconds=limit_seconds)
-        assert answer.messages[-1]["timed_out"] is True
+        assert answer.end.timed_out is True
         if "where " in answer.log:
             break
     where = Path(next(line for line in answer.log.splitlines() if line.startswith("where ")).removeprefix("where "))

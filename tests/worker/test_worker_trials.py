@@ -51,7 +51,7 @@ def test_every_task_completes(trial_server: ServerClient, task: Task) -> None:
     assert len(steps) <= STEPS
     # What the Trainer prints on standard output is in the log; the client checked that all else was protocol.
     assert "train_runtime" in answer.log
-    assert answer.messages[-1]["exit_code"] == 0
+    assert answer.end.exit_code == 0
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "gpt2-tiny"])

@@ -180,23 +180,19 @@ class _FirstStep:
             self._finish(step_of(named, self._loss, self._samples, self._passes, batch=self._batch))
 
 
-SendMessage = Callable[[str, Any], None]
-"""Sends a line to the trial server: ``result`` or ``progress``, and its value."""
-
-
 def run_own(
     workload: Workload,
     work: TrialWork | LookWork | RehearsalWork | InspectionWork,
     scratch: Scratch,
-    send: SendMessage,
+    send: Callable[[Any], None],
     ranks: Ranks,
 ) -> NoReturn:
-    """Run a job of the user's own code, send its result, and end the process."""
+    """Run a job of the user's own code, send its progress and its result, and end the process."""
     source = workload.source
     assert source is not None
 
     def finish(answer: Any) -> NoReturn:
-        send("result", outcome_document(answer) if isinstance(work, TrialWork) else answer)
+        send(outcome_document(answer) if isinstance(work, TrialWork) else answer)
         leave(0)
 
     def finish_inspection(answer: InspectionAnswer) -> NoReturn:
@@ -215,7 +211,7 @@ def run_own(
             look(workload, work, scratch, lambda _: None, finish, ranks).run_and_end()
         case TrialWork():
             trial = TrainerTrial if is_trainer else OwnTrial
-            trial(workload, work, scratch, lambda told: send("progress", told), finish, ranks).run_and_end()
+            trial(workload, work, scratch, send, finish, ranks).run_and_end()
     code = Code(source, work, scratch)
     if source.kind == "loop":
         inspect_loop(code, finish_inspection)
