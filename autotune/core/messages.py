@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 from autotune.core.candidate import Candidate
 from autotune.core.code_interface import Protection
-from autotune.core.dataset_spec import DataFacts
 from autotune.core.look import LookWork
 from autotune.core.outcome import Effort
 from autotune.core.placement import RankDevices
@@ -28,14 +27,6 @@ class Problem:
 
     message: str
     hint: str
-
-
-@dataclass(frozen=True, slots=True)
-class DataAnswer:
-    """The result of reading a dataset: its facts, or why it cannot be used."""
-
-    facts: DataFacts | None = None
-    problem: Problem | None = None
 
 
 # A phase or step that takes longer is shown with its time. A choice.
@@ -79,10 +70,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class JobLine:
-    """A line that a process of a job writes: its progress under way, or its result at the end."""
+    """A line that a process of a job writes: its progress under way; at the end its result, or why it has none."""
 
     progress: Progress | None = None
     result: Any = None
+    problem: Problem | None = None
     at: float | None = None
     """When one of several ranks wrote it, on the clock that all processes share."""
 
@@ -143,6 +135,8 @@ class Answer:
 
     result: Any = None
     """Of a trial its outcome, of other kinds of jobs what they found out; checked by who asked for it."""
+    problem: Problem | None = None
+    """Why it has no result, where the job or what stopped it says so."""
     malformed: str | None = None
     """Without a result: the beginning of a line of the process that is no ``JobLine``."""
     refused: str | None = None

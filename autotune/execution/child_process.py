@@ -241,6 +241,8 @@ def how_it_ended(answer: Answer, log_path: str) -> str:
     """Return in a few words how a process without a result ended."""
     if answer.refused is not None:
         return answer.refused
+    if answer.problem is not None:
+        return answer.problem.message
     if answer.overdue:
         return "the trial server did not answer"
     if answer.lost:
@@ -267,6 +269,8 @@ def outcome_of(answer: Answer, timeout_seconds: float, log_path: str) -> Outcome
             return outcome_from_document(answer.result)
         except ValueError as error:
             return Failed("malformed", str(error))
+    if answer.problem is not None:
+        return Failed("error", answer.problem.message)
     during = answer.during
     if answer.refused is not None:
         return Failed("error", answer.refused, during)

@@ -20,7 +20,6 @@ from autotune.core.inspection import Inspection, InspectionAnswer
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Answer,
-    DataAnswer,
     DataWork,
     InspectionWork,
     Job,
@@ -41,7 +40,7 @@ _INSPECT_SECONDS = 180.0
 # A core tokenizes a few thousand samples a second; an hour is for tens of millions of them.
 _READ_DATA_SECONDS = 3600.0
 
-T = TypeVar("T", DataAnswer, LookAnswer, Rehearsal)
+T = TypeVar("T", LookAnswer, Rehearsal)
 
 
 class TrialServer(ServerProcess):
@@ -187,14 +186,14 @@ class TrialServer(ServerProcess):
         assert self.workload.data is not None
         # The folder is named after the content of the data when the search first looked at it.
         check_unchanged(self.workload.data, of_processor=self.workload.task == "image-text-to-text")
-        answer = self._ask("read_data", DataWork(str(folder)), DataAnswer, _READ_DATA_SECONDS)
-        if isinstance(answer, str):
-            where = f"see {self._log_folder / 'read_data.log'} and {self.server_log}"
-            raise TrialServerError(f"the data could not be read: {answer}", where)
+        log_path = str(self._log_folder / "read_data.log")
+        answer = self.run_to_end(Job("read_data", self.workload, DataWork(str(folder)), _READ_DATA_SECONDS, log_path))
         if answer.problem is not None:
             raise InvalidRequestError(answer.problem.message, answer.problem.hint)
-        assert answer.facts is not None
-        return answer.facts
+        if answer.result is None:
+            how, where = how_it_ended(answer, log_path), f"see {log_path} and {self.server_log}"
+            raise TrialServerError(f"the data could not be read: {how}", where)
+        return decode(answer.result, DataFacts)
 
     def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> T | str:
         """Run a job and return its decoded answer, or the reason in words why there is none."""
@@ -227,7 +226,7 @@ class TrialServer(ServerProcess):
         work = InspectionWork(self.placement.rank_devices, arms)
         job = Job("inspect", self.workload, work, timeout_seconds, str(log_path))
         answer = self.run_to_end(job)
-        is_answered = answer.result is not None or answer.timed_out or answer.overdue
+        is_answered = answer.result is not None or answer.problem is not None or answer.timed_out or answer.overdue
         if not is_answered and (answer.signal or answer.lost):
             # The process may have been killed from outside. A second kill is no coincidence.
             answer = self.run_to_end(job)
@@ -236,7 +235,8 @@ class TrialServer(ServerProcess):
         except ValueError as error:
             raise self._inspection_error(str(error), log_path) from error
         if self.workload.source is not None:
-            check_own_code(self.workload.source.name, answer, answered.problem, log_path, timeout_seconds)
+            problem = answered.problem or answer.problem
+            check_own_code(self.workload.source.name, answer, problem, log_path, timeout_seconds)
         found = answered.inspection
         if found is None:
             raise self._inspection_error(how_it_ended(answer, str(log_path)), log_path)

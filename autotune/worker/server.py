@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 from autotune.core.errors import AutotuneError
 from autotune.core.inspection import InspectionAnswer
-from autotune.core.look import LookAnswer, LookWork
+from autotune.core.look import LookWork
 from autotune.core.messages import (
     Adopted,
     Answer,
@@ -58,7 +58,7 @@ from autotune.core.messages import (
     Started,
     TrialWork,
 )
-from autotune.core.outcome import Failed, outcome_document
+from autotune.core.outcome import outcome_document
 from autotune.core.pipes import LineReader, LineWriter, wait_until_ready
 from autotune.core.placement import rank_log
 from autotune.core.prediction import PredictionWork
@@ -85,7 +85,7 @@ class _Rank:
         self.lines = LineReader(result_fd, _LINE_LIMIT_BYTES)
         self.log_path = log_path
         self.answer: JobLine | None = None
-        """The process's line with a result, once it wrote one."""
+        """The process's line with a result or a problem, once it wrote one."""
         self.malformed: str | None = None
         """The beginning of a line that is no ``JobLine``."""
         self.status: int | None = None
@@ -353,7 +353,7 @@ class Server:
             job.kill()
         if job.room is not None and (why := job.room.why_exceeded()) is not None:
             with contextlib.suppress(OSError), open(job.scratch.stop_file, "w", encoding="utf-8") as file:
-                json.dump({"message": why, "hint": "set TMPDIR to a folder of a larger disk"}, file)
+                json.dump(encode(Problem(why, "set TMPDIR to a folder of a larger disk")), file)
             job.kill()
         for rank in job.ranks:
             if rank.reap():
@@ -376,19 +376,23 @@ class Server:
         # The result of the rank that failed, or else of rank 0, whose measurement is of all ranks.
         rank = job.culprit or job.ranks[0]
         is_whole = rank is job.culprit or len(job.ranks) == 1 or all(rank.state == "completed" for rank in job.ranks)
-        result = malformed = None
+        result = problem = malformed = None
         if rank.answer is not None and is_whole:
             named = job.culprit is not None and isinstance(rank.result, dict)
             result = _naming_rank(rank.number, rank.result) if named else rank.result
+            problem = rank.answer.problem
             if job.layer is not None:
                 take_kept(job.scratch, job.layer)
-        elif (result := _why_stopped(job)) is None:
+        elif (problem := _why_stopped(job)) is None:
             malformed = rank.malformed
         job.scratch.remove()
         code = os.waitstatus_to_exitcode(rank.status or 0)
         exit_code, number = (code, None) if code >= 0 else (None, -code)
         culprit = None if job.culprit is None else job.culprit.number
-        self.report(Ended(job.id, Answer(result, malformed, None, exit_code, number, job.timed_out, culprit)))
+        answer = Answer(
+            result, problem, malformed, exit_code=exit_code, signal=number, timed_out=job.timed_out, rank=culprit
+        )
+        self.report(Ended(job.id, answer))
 
     def _read_lines(self, job: _RunningJob, rank: _Rank) -> None:
         """Forward the progress of the first rank, and keep the result of any until all have ended."""
@@ -398,7 +402,7 @@ class Server:
                 said = decode(json.loads(line), JobLine)
             except ValueError:
                 said = JobLine()
-            if said.result is not None:
+            if said.result is not None or said.problem is not None:
                 rank.answer = rank.answer or said
             elif said.progress is None:
                 rank.malformed = line[:200].decode(errors="replace")
@@ -406,22 +410,11 @@ class Server:
                 self.report(ProgressLine(said.progress, job.id))
 
 
-def _why_stopped(job: _RunningJob) -> Any:
-    """Return the reason in a job's stop file as a result of its kind of work; ``None`` without such a file."""
-    try:
-        with open(job.scratch.stop_file, encoding="utf-8") as file:
-            why = json.load(file)
-    except (OSError, ValueError):
-        return None
-    match job.work:
-        case TrialWork():
-            return outcome_document(Failed("error", why["message"]))
-        case LookWork():
-            return encode(LookAnswer(problem=why["message"]))
-        case RehearsalWork():
-            return encode(Rehearsal(problem=why["message"]))
-        case _:
-            return encode(InspectionAnswer(problem=Problem(why["message"], why["hint"])))
+def _why_stopped(job: _RunningJob) -> Problem | None:
+    """Return the problem in a job's stop file; ``None`` without such a file."""
+    with contextlib.suppress(OSError, ValueError), open(job.scratch.stop_file, encoding="utf-8") as file:
+        return decode(json.load(file), Problem)
+    return None
 
 
 def _naming_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
@@ -439,8 +432,8 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     def send(said: Any) -> None:
         # By this time the server finds the rank that failed first.
         at = time.monotonic() if job.ranks > 1 else None
-        line = JobLine(said, at=at) if isinstance(said, Progress) else JobLine(result=said, at=at)
-        data = json.dumps(encode(line)).encode() + b"\n"
+        field = {Progress: "progress", Problem: "problem"}.get(type(said), "result")
+        data = json.dumps(encode(JobLine(**{field: said}, at=at))).encode() + b"\n"
         while data:
             data = data[os.write(result_fd, data) :]
 

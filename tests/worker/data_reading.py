@@ -8,8 +8,8 @@ from server_client import ServerClient
 from tiny import QUICK
 
 from autotune.core.candidate import Candidate
-from autotune.core.dataset_spec import DataSpec
-from autotune.core.messages import DataAnswer, DataWork
+from autotune.core.dataset_spec import DataFacts, DataSpec
+from autotune.core.messages import DataWork
 from autotune.core.outcome import Effort
 from autotune.core.schema import decode
 from autotune.core.workload import Workload
@@ -27,9 +27,9 @@ class Read:
     def __init__(self, server: ServerClient, workload: Workload, folder: Path) -> None:
         self._server = server
         self._folder = folder / "read"
-        self.answer = decode(server.run(workload, DataWork(str(self._folder))).result, DataAnswer)
-        if self.answer.facts is not None:
-            self.facts = self.answer.facts
+        self._end = server.run(workload, DataWork(str(self._folder))).end
+        if self._end.result is not None:
+            self.facts = decode(self._end.result, DataFacts)
             self.workload = workload.with_facts(self.facts)
         else:
             # As a search does.
@@ -40,6 +40,7 @@ class Read:
 
     @property
     def refusal(self) -> str:
-        problem = self.answer.problem
+        problem = self._end.problem
+        assert problem is not None
         assert problem.hint
         return f"{problem.message} | {problem.hint}"

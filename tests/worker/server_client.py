@@ -19,12 +19,12 @@ from autotune.core.code_interface import Protection
 from autotune.core.device import Device
 from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts
 from autotune.core.messages import InspectionWork, Job, Problem, Progress, TrialWork, Work
-from autotune.core.outcome import Completed, Effort, Failed, Outcome, outcome_from_document
+from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.placement import Placement
 from autotune.core.schema import decode
 from autotune.core.training_source import find_script
 from autotune.core.workload import Workload
-from autotune.execution.child_process import ChildProcess, server_environment
+from autotune.execution.child_process import ChildProcess, outcome_of, server_environment
 from autotune.execution.oneshot import find_protection
 
 
@@ -49,14 +49,14 @@ class Answer:
     @property
     def problem(self) -> Problem:
         """What kept the user's code from being inspected."""
-        found = self.inspected.problem
+        found = self.end.problem or self.inspected.problem
         assert found is not None
         return found
 
     @property
     def outcome(self) -> Outcome:
         """The result of a trial."""
-        return outcome_from_document(self.result)
+        return outcome_of(self.end, 0.0, "")
 
     @property
     def completed(self) -> Completed:

@@ -16,8 +16,9 @@ from own_data import PLACE, texts, write_jsonl, write_parquet, write_pictures, w
 from tiny import QUICK, tiny_workload
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.dataset_spec import DataSpec
+from autotune.core.dataset_spec import DataFacts, DataSpec
 from autotune.core.errors import InvalidRequestError
+from autotune.core.messages import Problem
 from autotune.core.workload import Workload
 from autotune.models.dataset_files import check_unchanged, locate, tokenizer_content
 from autotune.tuning.options import build_workload
@@ -57,10 +58,9 @@ def rows_of(folder: Path, model: str, count: int = 12) -> list[dict[str, Any]]:
 def prepared(data: DataSpec, model: str, folder: Path, seq_len: int = SEQ_LEN) -> PreparedDataset:
     """The dataset as trials open it."""
     workload = dataclasses.replace(tiny_workload(model, seq_len=seq_len, images=0, image_side=None), data=data)
-    answer = read_data(workload, str(folder))
-    assert answer.problem is None, answer.problem
-    assert answer.facts is not None
-    return PreparedDataset(workload.with_facts(answer.facts), str(folder))
+    facts = read_data(workload, str(folder))
+    assert isinstance(facts, DataFacts), facts
+    return PreparedDataset(workload.with_facts(facts), str(folder))
 
 
 @pytest.mark.parametrize("model", TINY)
@@ -236,7 +236,8 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any
 def refusal(data: DataSpec, folder: Path, seq_len: int = SEQ_LEN, **changes: Any) -> str:
     made = tiny_workload(QWEN, seq_len=seq_len, images=0, image_side=None, **changes)
     workload = dataclasses.replace(made, data=data)
-    problem = read_data(workload, str(folder / "read")).problem
+    problem = read_data(workload, str(folder / "read"))
+    assert isinstance(problem, Problem)
     return f"{problem.message} | {problem.hint}"
 
 

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from autotune.core.dataset_spec import FACTS_FILE, DataFacts, DataSpec, Lengths, Packed
 from autotune.core.errors import AutotuneError, InvalidRequestError
 from autotune.core.lengths import SampleLengths
-from autotune.core.messages import DataAnswer, Problem
+from autotune.core.messages import Problem
 from autotune.core.schema import encode
 from autotune.core.units import in_one_line
 from autotune.core.workload import Workload
@@ -59,7 +59,7 @@ _SHOWN_BATCH = 8
 _SHOWN_SAMPLES = 20_000
 
 
-def read_data(workload: Workload, into: str) -> DataAnswer:
+def read_data(workload: Workload, into: str) -> DataFacts | Problem:
     """Prepare the workload's dataset in the empty folder ``into``. Return its facts, or the problem."""
     folder = Path(into)
     disable_progress_bar()
@@ -69,9 +69,9 @@ def read_data(workload: Workload, into: str) -> DataAnswer:
         facts = _Reading(workload, folder).run()
         (folder / FACTS_FILE).write_text(json.dumps(encode(facts)))
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        return DataAnswer(facts=facts)
+        return facts
     except AutotuneError as error:
-        return DataAnswer(problem=Problem(error.message, error.hint))
+        return Problem(error.message, error.hint)
 
 
 class _Reading:
