@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _CHUNK_BYTES = 1 << 16
 # Most chunks that one call of ``LineReader.read`` reads: a process that writes all the time must not block the caller.
@@ -82,6 +82,12 @@ class LineReader:
                 self._pieces, self._size_bytes = [], 0
                 self._append(piece)
         return lines
+
+    def lines(self) -> Iterator[bytes]:
+        """Yield complete lines until the other end is closed, waiting for them."""
+        while not self.closed:
+            wait_until_ready([self.fd])
+            yield from self.read()
 
     def _append(self, piece: bytes) -> None:
         """Append a piece of a line; beyond the limit, keep only the line's beginning."""

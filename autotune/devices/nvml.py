@@ -146,7 +146,10 @@ class NvmlSession:
         return [instance for instance in devices if instance is not None]
 
     def used_bytes(self, uuid: str) -> int | None:
-        """Return the bytes in use on a GPU now; ``None`` where there is no such GPU or no answer."""
+        """Return the used bytes of a GPU, by all processes; ``None`` for the CPU and where NVML does not provide it.
+
+        Fast enough to call between steps, since NVML and the GPU's handle stay open.
+        """
         if self._binding is None:
             return None
         try:
@@ -399,14 +402,6 @@ def current_session() -> NvmlSession:
     if _session is None or _session.process_id != os.getpid():
         _session = NvmlSession()
     return _session
-
-
-def device_used_bytes(uuid: str) -> int | None:
-    """Return the used bytes of a GPU, by all processes; ``None`` for the CPU and where NVML does not provide it.
-
-    Fast enough to call between steps, since NVML and the GPU's handle stay open.
-    """
-    return current_session().used_bytes(uuid)
 
 
 def gpu_number(uuid: str) -> int | None:

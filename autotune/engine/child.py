@@ -29,6 +29,7 @@ from autotune.core.device import Device
 from autotune.core.errors import AutotuneError, PromiseMissedError, StorageError, TrialServerError
 from autotune.core.messages import Progress
 from autotune.core.outcome import Completed, OutOfMemory
+from autotune.core.pipes import LineReader
 from autotune.core.placement import Placement
 from autotune.core.schema import decode, encode
 from autotune.devices.listing import find_device, list_devices
@@ -171,13 +172,10 @@ class _Child:
 
     def _read(self) -> None:
         """Read messages from standard input until it closes."""
-        pending = b""
         # Not sys.stdin: Python aborts when it exits while another thread holds the lock of its buffer.
         with contextlib.suppress(OSError):
-            while part := os.read(self._source, 1 << 16):
-                *lines, pending = (pending + part).split(b"\n")
-                for line in lines:
-                    self._take(json.loads(line))
+            for line in LineReader(self._source).lines():
+                self._take(json.loads(line))
         self._is_stopping = True
         self._waiting.put(None)
         with self._guard:

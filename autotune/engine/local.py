@@ -129,7 +129,7 @@ class SearchProcess:
 
     def _read(self) -> None:
         """Pass messages of the process to its run, until the process ends."""
-        for line in self._process.lines():
+        for line in self._process.reports.lines():
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
                 with self._guard:

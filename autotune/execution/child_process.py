@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired
 from typing import IO
@@ -149,12 +149,6 @@ class ChildProcess:
             if self._stdin.closed:
                 return False
             return write_all(self._stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
-
-    def lines(self) -> Iterator[bytes]:
-        """Yield the lines that the process writes, until the pipe is closed."""
-        while not self.reports.closed:
-            wait_until_ready([self.reports.fd])
-            yield from self.reports.read()
 
     def read_to_end(self, deadline: float) -> bytes | None:
         """Return everything that the process writes until its end; ``None`` after the deadline."""

@@ -23,7 +23,7 @@ from autotune.core.placement import Placement
 from autotune.core.real_training import VARIABLE, RealTraining, Recovery
 from autotune.core.schema import decode, encode
 from autotune.core.scratch import make_scratch, private_opener
-from autotune.devices.nvml import device_used_bytes
+from autotune.devices.nvml import current_session
 from autotune.execution.child_process import ChildProcess, server_environment, tail
 
 # A job that fits into the pipe is written at once. The rest of a longer job is read after torch was imported.
@@ -192,7 +192,7 @@ class GpuInspection:
         """Start the process for a GPU, unless it runs or its answer is kept. Without a folder, it writes no log."""
         self._log_folder = log_folder
         if self._placement.kind == "cuda" and self._process is None and self._kept is None:
-            self._used_before = device_used_bytes(self._work.device_uuid)
+            self._used_before = current_session().used_bytes(self._work.device_uuid)
             self._has_log = log_folder is not None
             log_path = log_folder / "inspect_gpu.log" if log_folder is not None else Path(os.devnull)
             environment = server_environment(self._placement, os.environ, offline=True)
@@ -222,7 +222,7 @@ class GpuInspection:
             ) from error
         finally:
             self.close()
-        if self._used_before is not None and device_used_bytes(self._work.device_uuid) == self._used_before:
+        if self._used_before is not None and current_session().used_bytes(self._work.device_uuid) == self._used_before:
             self._kept = facts
         return facts
 

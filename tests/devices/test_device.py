@@ -157,7 +157,8 @@ class TestTrouble:
         assert gpus == []
         assert problem.startswith("NVML does not start: ")
         assert "b'" not in problem
-        assert either_machine.ask("answer = device_used_bytes('GPU-0')", STAND_IN_ERRORS=f"nvmlInit={code}") is None
+        ask = "answer = current_session().used_bytes('GPU-0')"
+        assert either_machine.ask(ask, STAND_IN_ERRORS=f"nvmlInit={code}") is None
 
     @pytest.mark.parametrize(
         ("errors", "said"),
@@ -346,14 +347,14 @@ answer = [found(None), found("cuda"), found("cpu")]"""
 class TestUsedBytes:
     def test_the_second_reading_opens_nothing_again(self, either_machine: Machine, tmp_path: Path) -> None:
         log = tmp_path / "log"
-        code = f"answer = [device_used_bytes('{uuid_of(1)}') for _ in range(3)]"
+        code = f"answer = [current_session().used_bytes('{uuid_of(1)}') for _ in range(3)]"
         used = either_machine.ask(code, STAND_IN_GPUS="2", STAND_IN_LOG=str(log))
         assert used in ([2 * GIB] * 3, [3 * GIB] * 3)
         calls = log.read_text().split()
         assert calls.count("nvmlInit") == calls.count("nvmlDeviceGetHandleByUUID") == 1
 
     def test_unknown_and_unreadable_devices_have_none(self, either_machine: Machine) -> None:
-        code = f"answer = [device_used_bytes(uuid) for uuid in ('cpu', 'GPU-5', '{uuid_of(0)}')]"
+        code = f"answer = [current_session().used_bytes(uuid) for uuid in ('cpu', 'GPU-5', '{uuid_of(0)}')]"
         errors = "nvmlDeviceGetMemoryInfo=15,nvmlDeviceGetMemoryInfo_v2=15"
         assert either_machine.ask(code, STAND_IN_ERRORS=errors) == [None, None, None]
 
@@ -382,14 +383,14 @@ answer = [measured(1536), measured(None), measured(512), measured("-"), measured
 
     def test_a_forked_child_opens_its_own(self, either_machine: Machine) -> None:
         code = f"""
-before = device_used_bytes("{uuid_of(0)}")
+before = current_session().used_bytes("{uuid_of(0)}")
 reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
-    os.write(writing, json.dumps([device_used_bytes("{uuid_of(0)}"), len(list_devices())]).encode())
+    os.write(writing, json.dumps([current_session().used_bytes("{uuid_of(0)}"), len(list_devices())]).encode())
     os._exit(0)
 os.waitpid(child, 0)
-answer = [before, device_used_bytes("{uuid_of(0)}"), *json.loads(os.read(reading, 100))]"""
+answer = [before, current_session().used_bytes("{uuid_of(0)}"), *json.loads(os.read(reading, 100))]"""
         before, after, in_child, devices_in_child = either_machine.ask(code)
         assert before == after == in_child
         assert before in (2 * GIB, 3 * GIB)

@@ -12,6 +12,7 @@ from autotune.core.device import Device
 from autotune.core.errors import TrialServerError
 from autotune.core.inspection import Inspection, Software
 from autotune.core.placement import Placement
+from autotune.devices.nvml import NvmlSession
 from autotune.execution import TrialServer, WarmServer
 from autotune.execution.oneshot import GpuInspection, with_gpu_facts
 
@@ -57,7 +58,7 @@ def test_what_it_told_is_kept(
     """For the next search, unless the memory in use on the GPU changed meanwhile."""
     program.write_text(ANSWER.replace('"context_bytes": 5', '"context_bytes": os.getpid()'))
     in_use = itertools.count() if is_disturbed else itertools.repeat(0)
-    monkeypatch.setattr("autotune.execution.oneshot.device_used_bytes", lambda uuid: next(in_use))
+    monkeypatch.setattr(NvmlSession, "used_bytes", lambda session, uuid: next(in_use))
     with WarmServer() as warm:
         told = []
         for _ in range(2):

@@ -92,7 +92,7 @@ class ServerClient:
         with open(self._folder / "server.log", "ab") as log:
             environment = server_environment(Placement.of(self._device), os.environ, offline=True)
             self.process = ChildProcess("autotune.worker.server", log, environment)
-        self._lines = self.process.lines()
+        self._lines = self.process.reports.lines()
         self._send({"workload": None})
         assert self.read() == {"ready": self.process.pid}
         return self

@@ -97,7 +97,7 @@ class CudaMeter(Meter):
         self.device = torch.device("cuda", index)
         self._uuid = uuid
         self._is_alone = is_alone
-        self._used_before_bytes = nvml.device_used_bytes(uuid)
+        self._used_before_bytes = nvml.current_session().used_bytes(uuid)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.device)
         torch.zeros(1, device=self.device)
@@ -131,7 +131,7 @@ class CudaMeter(Meter):
         return int(torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
     def device_used_bytes(self) -> int | None:
-        return nvml.device_used_bytes(self._uuid)
+        return nvml.current_session().used_bytes(self._uuid)
 
     def context_bytes(self) -> int | None:
         reserved_bytes = torch.cuda.memory_reserved(self.device)
@@ -276,7 +276,7 @@ def context_bytes(uuid: str, *, convolves: bool) -> int:
     The process trains first, since CUDA loads kernels and libraries allocate memory on first use: a context without
     training is 130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no value.
     """
-    before = nvml.device_used_bytes(uuid)
+    before = nvml.current_session().used_bytes(uuid)
     torch.cuda.init()  # type: ignore[no-untyped-call]
     device = torch.device("cuda", 0)
     torch.zeros(1, device=device)
@@ -302,7 +302,7 @@ def context_beside(
     # In a container, the number of another process of the host may be this one's.
     if own_bytes is not None and own_bytes > reserved_bytes:
         return own_bytes - reserved_bytes
-    used_bytes = nvml.device_used_bytes(uuid)
+    used_bytes = nvml.current_session().used_bytes(uuid)
     if used_bytes is None or used_before_bytes is None:
         return None
     grown_bytes = max(0, used_bytes - used_before_bytes - reserved_bytes)
