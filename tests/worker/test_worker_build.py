@@ -6,8 +6,10 @@ import pytest
 import torch
 from tiny import ONE_OF_EACH_TASK, tiny_workload
 
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.workload import DTYPES, TASKS, DTypeName, Task
-from autotune.worker.trial.build import build_config, build_model, in_deepspeeds_dtype, model_class
+from autotune.space.training_arguments import training_arguments
+from autotune.worker.trial.build import build_config, build_model, model_class, model_for
 
 CPU = torch.device("cpu")
 
@@ -26,7 +28,9 @@ def test_the_class_is_the_tasks(task: Task) -> None:
 )
 def test_a_model_for_deepspeed_is_built_in_the_dtype_that_it_converts_to(precision: str, dtype: torch.dtype) -> None:
     """With float32 weights, models would run out of memory that fit once they are converted."""
-    model = build_model(in_deepspeeds_dtype(tiny_workload("bert-tiny"), precision), "sdpa", CPU)
+    arm = Arm(precision, strategy="zero2", ranks=2)
+    fields = training_arguments(Candidate(arm, 8, 1), frozenset(), "cpu")
+    model, _ = model_for(fields, tiny_workload("bert-tiny"), "sdpa", CPU)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
