@@ -21,6 +21,7 @@ import transformers
 from torch.nn.functional import pad
 from transformers import AutoConfig, HfArgumentParser, Trainer, TrainerCallback, TrainingArguments, set_seed
 
+_BERT = {"model_type": "bert"}
 _QWEN = {
     "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
     "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
@@ -41,6 +42,8 @@ _ROBERTA = {
 _T5 = {
     "model_type": "t5", "d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "decoder_start_token_id": 0,
 }  # fmt: skip
+_GPT2 = {"model_type": "gpt2"}
+_MODERNBERT = {"model_type": "modernbert"}
 _DEBERTA = {
     "model_type": "deberta-v2", "vocab_size": 128100, "hidden_size": 768, "num_hidden_layers": 12,
     "num_attention_heads": 12, "intermediate_size": 3072, "relative_attention": True, "position_buckets": 256,
@@ -49,6 +52,7 @@ _DEBERTA = {
 }  # fmt: skip
 _BART = {"model_type": "bart", "d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_ffn_dim": 3072,
          "decoder_ffn_dim": 3072, "encoder_attention_heads": 12, "decoder_attention_heads": 12}  # fmt: skip
+_SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
 
 
 @dataclass(frozen=True)
@@ -63,16 +67,50 @@ class Workload:
 
 
 WORKLOADS = {
-    "bert-base": Workload({"model_type": "bert"}, "classification", 512),
+    "bert-base": Workload(_BERT, "classification", 512),
     "qwen-0.5b": Workload(_QWEN, "causal", 1024),
     "roberta-base": Workload(_ROBERTA, "masked", 512),
     "t5-base": Workload(_T5, "seq2seq", 512),
     "llama-1b": Workload(_LLAMA_1B, "causal", 2048, torch.bfloat16),
     "llama-8b-lora": Workload(_LLAMA_8B, "causal", 1024, torch.bfloat16, lora=True),
-    "gpt2": Workload({"model_type": "gpt2"}, "causal", 1024),
-    "modernbert-base": Workload({"model_type": "modernbert"}, "classification", 1024),
+    "gpt2": Workload(_GPT2, "causal", 1024),
+    "modernbert-base": Workload(_MODERNBERT, "classification", 1024),
     "deberta-v3-base": Workload(_DEBERTA, "classification", 512),
     "bart-base": Workload(_BART, "seq2seq", 512),
+    "gpt2-small": Workload({**_GPT2, "n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 1000}, "causal", 64),
+    "modernbert-small": Workload(
+        {
+            **_MODERNBERT,
+            **_SMALL,
+            "vocab_size": 1000,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "cls_token_id": 1,
+            "sep_token_id": 2,
+        },
+        "classification",
+        64,
+    ),
+    "deberta-small": Workload(
+        {**_DEBERTA, **_SMALL, "pooler_hidden_size": 64, "vocab_size": 1000}, "classification", 64
+    ),
+    "bart-small": Workload(
+        {
+            **_BART,
+            "d_model": 64,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "vocab_size": 1000,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+        },
+        "seq2seq",
+        64,
+    ),
+    "bert-small": Workload({**_BERT, **_SMALL, "vocab_size": 1000}, "classification", 64),
+    "qwen-small": Workload({**_QWEN, **_SMALL, "num_key_value_heads": 2, "vocab_size": 1000}, "causal", 64),
+    "roberta-small": Workload({**_ROBERTA, **_SMALL, "vocab_size": 1000}, "masked", 64),
 }
 _CLASSES = {
     "classification": "AutoModelForSequenceClassification",
