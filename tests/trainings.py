@@ -203,9 +203,9 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def of(auto: Any, kind: str, **changes: Any) -> Callable[[], Any]:
+def of(auto: Any, kind: str, *, attention: str = "eager", **changes: Any) -> Callable[[], Any]:
     """Return what builds a tiny model of a kind."""
-    return lambda: auto.from_config(AutoConfig.for_model(kind, **(_SIZES | changes)), attn_implementation="eager")
+    return lambda: auto.from_config(AutoConfig.for_model(kind, **(_SIZES | changes)), attn_implementation=attention)
 
 
 def causal(kind: str, **changes: Any) -> Callable[[], Any]:

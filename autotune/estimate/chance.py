@@ -165,7 +165,7 @@ class Chances:
             if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
         )
         """Whether a trial ran out of memory although its predicted peak was well under the line."""
-        self._proven = {n for t in history.tried if t.measurement for n in levers_of(t.candidate.arm, PRIORS)}
+        self._proven = {n for t in history.tried if t.measurement for n in _may_break(t.candidate.arm)}
         self._broken_levers = self._weigh_broken_levers()
         self._failures: dict[Arm, list[int]] = {}
         self._completed: dict[Arm, list[int]] = {}
@@ -312,7 +312,7 @@ class Chances:
         An arm may be broken, every batch above some size may be, or a single candidate.
         """
         arm, batch = candidate.arm, candidate.per_device_train_batch_size
-        chance = self._none_is_broken(levers_of(arm, PRIORS))
+        chance = self._none_is_broken(_may_break(arm))
         if not self._failures:
             return chance * (1 - _ARM_FAILS) if arm not in self._completed else chance
         total = runs = 0.0
@@ -344,7 +344,7 @@ class Chances:
         }
 
     def _weigh_broken_levers(self) -> dict[frozenset[str], float]:
-        """Return the posterior weight of each set of broken levers.
+        """Return the posterior weight of each set of broken levers, or levers broken under checkpointing.
 
         Only levers that never completed and failed at least once are suspected. A failure is due to a broken lever, or
         to the candidate itself.
@@ -352,7 +352,7 @@ class Chances:
         failed = [
             unproven
             for t in self._history.tried
-            if isinstance(t.outcome, Failed) and (unproven := levers_of(t.candidate.arm, PRIORS) - self._proven)
+            if isinstance(t.outcome, Failed) and (unproven := _may_break(t.candidate.arm) - self._proven)
         ]
         failures = Counter(sorted(chain.from_iterable(failed)))
         # The rarest suspects are left out where there are many: each doubles the sets.
@@ -385,10 +385,21 @@ class Chances:
 
 _WAYS = ("regional_compilation", "torch_compile_mode")
 """Levers that say how to compile."""
-_BY_ITSELF, _MOST_SUSPECTS = 0.002, 8
+_CHECKPOINTED = " under checkpointing"
+_BY_ITSELF, _MOST_SUSPECTS = 0.002, 9
 """Probability that a candidate fails though none of its levers is broken; most levers that are suspected. Choices."""
+
+
+def _may_break(arm: Arm) -> frozenset[str]:
+    """Return the levers of an arm. With checkpointing, levers that compile or capture are there a second time.
+
+    Layers that recompute may not compile, and not draw the same dropout again in a CUDA graph, where other layers may.
+    """
+    levers = levers_of(arm, PRIORS)
+    again = [name + _CHECKPOINTED for name in levers if arm.gradient_checkpointing and PRIORS[name].seconds > 0]
+    return levers.union(again)
 
 
 def _failure_prior(lever: str) -> float:
     """Return the prior probability that a lever fails in this model; levers that take time compile or capture."""
-    return _COMPILED_FAILS if PRIORS[lever].seconds > 0 else _LEVER_FAILS
+    return _COMPILED_FAILS if PRIORS[lever.removesuffix(_CHECKPOINTED)].seconds > 0 else _LEVER_FAILS

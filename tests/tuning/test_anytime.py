@@ -691,6 +691,21 @@ def test_of_compiling_and_graphs_what_fails_alone_is_blamed() -> None:
     assert Chances(history).failing() == {"cuda_graphs": "no capture"}
 
 
+def test_graphs_that_fail_under_checkpointing_may_run_without() -> None:
+    """As of GPT-2, whose dropout a checkpoint in a CUDA graph cannot draw again."""
+    base = Candidate(Arm("bf16", gradient_checkpointing=True, non_blocking=True), 64)
+    graphed = replace(base, arm=replace(base.arm, cuda_graphs=True))
+    kept = replace(graphed, arm=replace(graphed.arm, gradient_checkpointing=False))
+    history = History(ceiling_of(24 * GIB))
+    history.add(measured_at(base, 0.2))
+    history.add(Tried("b", graphed, fault("cannot draw the same again")))
+    chances = Chances(history)
+    assert chances.runs(graphed) < 0.05
+    assert chances.runs(kept) > 0.4
+    history.add(Tried("c", kept, fault("no capture")))
+    assert Chances(history).runs(kept) < 0.05
+
+
 @pytest.mark.whole
 def test_real_trials_go_on_with_what_a_cpu_can_have(
     cpu: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
