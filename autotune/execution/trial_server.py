@@ -40,7 +40,7 @@ _INSPECT_SECONDS = 180.0
 # A core tokenizes a few thousand samples a second; an hour is for tens of millions of them.
 _READ_DATA_SECONDS = 3600.0
 
-T = TypeVar("T", LookAnswer, Rehearsal)
+T = TypeVar("T", DataFacts, InspectionAnswer, LookAnswer, Rehearsal)
 
 
 class TrialServer(ServerProcess):
@@ -186,23 +186,25 @@ class TrialServer(ServerProcess):
         assert self.workload.data is not None
         # The folder is named after the content of the data when the search first looked at it.
         check_unchanged(self.workload.data, of_processor=self.workload.task == "image-text-to-text")
-        log_path = str(self._log_folder / "read_data.log")
-        answer = self.run_to_end(Job("read_data", self.workload, DataWork(str(folder)), _READ_DATA_SECONDS, log_path))
+        facts, answer = self._ask("read_data", DataWork(str(folder)), DataFacts, _READ_DATA_SECONDS)
         if answer.problem is not None:
             raise InvalidRequestError(answer.problem.message, answer.problem.hint)
-        if answer.result is None:
-            how, where = how_it_ended(answer, log_path), f"see {log_path} and {self.server_log}"
-            raise TrialServerError(f"the data could not be read: {how}", where)
-        return decode(answer.result, DataFacts)
+        if isinstance(facts, str):
+            raise TrialServerError(f"the data could not be read: {facts}", self._where("read_data"))
+        return facts
 
-    def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> T | str:
-        """Run a job and return its decoded answer, or the reason in words why there is none."""
+    def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> tuple[T | str, Answer]:
+        """Run a job; return its decoded result, or in words why there is none, and how the job ended."""
         log_path = str(self._log_folder / f"{name}.log")
         answer = self.run_to_end(Job(name, self.workload, work, timeout_seconds, log_path))
         try:
-            return how_it_ended(answer, log_path) if answer.result is None else decode(answer.result, kind)
+            return how_it_ended(answer, log_path) if answer.result is None else decode(answer.result, kind), answer
         except ValueError as error:
-            return str(error)
+            return str(error), answer
+
+    def _where(self, name: str) -> str:
+        """Return the hint where to read about a failed job."""
+        return f"see {self._log_folder / name}.log and {self.server_log}"
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS, arms: ArmsToTrace | None = None) -> Inspection:
         """Return the inspection of this environment and workload by ``autotune.worker.facts.inspect``.
@@ -218,28 +220,26 @@ class TrialServer(ServerProcess):
         self.start(inspects=True)
         # Wait first: the user's own code may use the GPU, and its memory would count as part of the context.
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
-        log_path = self._log_folder / "inspect.log"
         if arms is not None:
             # The rest of the time is for the end of the job.
             within_seconds = 0.8 * timeout_seconds
             arms = replace(arms, chip=of_gpu.chip, within_seconds=within_seconds) if of_gpu is not None else None
         work = InspectionWork(self.placement.rank_devices, arms)
-        job = Job("inspect", self.workload, work, timeout_seconds, str(log_path))
-        answer = self.run_to_end(job)
+        answered, answer = self._ask("inspect", work, InspectionAnswer, timeout_seconds)
         is_answered = answer.result is not None or answer.problem is not None or answer.timed_out or answer.overdue
         if not is_answered and (answer.signal or answer.lost):
             # The process may have been killed from outside. A second kill is no coincidence.
-            answer = self.run_to_end(job)
-        try:
-            answered = InspectionAnswer() if answer.result is None else decode(answer.result, InspectionAnswer)
-        except ValueError as error:
-            raise self._inspection_error(str(error), log_path) from error
+            answered, answer = self._ask("inspect", work, InspectionAnswer, timeout_seconds)
+        found = None if isinstance(answered, str) else answered.inspection
         if self.workload.source is not None:
-            problem = answered.problem or answer.problem
-            check_own_code(self.workload.source.name, answer, problem, log_path, timeout_seconds)
-        found = answered.inspection
+            problem = answer.problem if isinstance(answered, str) else answered.problem
+            check_own_code(
+                self.workload.source.name, answer, problem, self._log_folder / "inspect.log", timeout_seconds
+            )
         if found is None:
-            raise self._inspection_error(how_it_ended(answer, str(log_path)), log_path)
+            raise TrialServerError(
+                f"the device {self.placement.label} could not be inspected: {answered}", self._where("inspect")
+            )
         if found.model is not None and self._protection is not None:
             interface = replace(found.model.interface, protection=self._protection)
             found = replace(found, model=replace(found.model, interface=interface))
@@ -248,16 +248,10 @@ class TrialServer(ServerProcess):
     def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer:
         """Return the first steps with some settings, or the reason why there are none."""
         self._looks += 1
-        answer = self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)
+        answer, _ = self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)
         return LookAnswer(problem=answer) if isinstance(answer, str) else answer
 
     def rehearse(self, work: RehearsalWork, timeout_seconds: float = _INSPECT_SECONDS) -> Rehearsal:
         """Return what a long run needs beyond its first steps, or the reason why this is unknown."""
-        answer = self._ask("rehearsal", work, Rehearsal, timeout_seconds)
+        answer, _ = self._ask("rehearsal", work, Rehearsal, timeout_seconds)
         return Rehearsal(problem=answer) if isinstance(answer, str) else answer
-
-    def _inspection_error(self, why: str, log_path: Path) -> TrialServerError:
-        return TrialServerError(
-            f"the device {self.placement.label} could not be inspected: {why}",
-            f"see {log_path} and {self.server_log}",
-        )

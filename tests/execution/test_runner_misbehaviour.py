@@ -18,6 +18,7 @@ from run_trial import LIMITS_SECONDS, run_to_limit, run_trial
 from tiny import tiny_workload
 
 from autotune.core.candidate import Arm
+from autotune.core.dataset_spec import DataSpec
 from autotune.core.device import Chip, Device
 from autotune.core.errors import TrialServerError
 from autotune.core.messages import Answer, Progress
@@ -27,6 +28,7 @@ from autotune.core.prediction import PredictionWork
 from autotune.execution import TrialServer, child_process
 from autotune.execution.child_process import tail
 from autotune.execution.oneshot import run_fresh
+from autotune.models.dataset_files import locate
 
 
 def server() -> int:
@@ -229,6 +231,15 @@ def test_a_package_that_is_missing_or_does_not_fit_is_named_with_its_own_error(
     ):
         runner.inspect()
     assert hint in raised.value.hint
+
+
+def test_facts_of_another_version_are_an_error_in_one_line(stand_in: None, cpu: Device, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}\n')
+    spec = DataSpec(*locate(str(tmp_path / "data.jsonl"), None))
+    with TrialServer(cpu, dataclasses.replace(tiny_workload("bert-tiny"), data=spec), tmp_path / "logs") as runner:
+        with pytest.raises(TrialServerError, match="the data could not be read: malformed DataFacts") as raised:
+            runner.read_data(tmp_path / "read")
+        assert str(tmp_path / "logs" / "read_data.log") in raised.value.hint
 
 
 def test_two_runners_at_once_do_not_meet(stand_in: None, cpu: Device, tmp_path: Path) -> None:

@@ -145,9 +145,7 @@ class ServerClient:
 
     def inspect(self, workload: Workload) -> Inspection:
         """Facts about a workload."""
-        found = self.inspection(workload).inspected.inspection
-        assert found is not None
-        return found
+        return self.inspection(workload).inspected.inspection
 
     def prepared(self, workload: Workload) -> tuple[Workload, ModelFacts]:
         """The workload of one's own code with the interface that its inspection found, and the model's facts."""
