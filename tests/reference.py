@@ -20,7 +20,7 @@ from autotune import api
 from autotune.cli.main import cli, exit_codes
 from autotune.core import errors
 from autotune.core.ceiling import Ceiling
-from autotune.core.inspection import InspectionAnswer
+from autotune.core.inspection import Inspection
 from autotune.core.messages import Answer, JobLine, JobMessage, Progress, ServerLine
 from autotune.core.options import BY_NAME, OPTIONS, USUAL
 from autotune.core.outcome import Completed, Failed, OutOfMemory
@@ -78,7 +78,7 @@ SCHEMAS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "doctor": ("What `doctor` prints with `--json`.", (Diagnosis,)),
     "ceiling": ("The memory that trials of a study may reserve.", (Ceiling,)),
     "job": ("What a trial server is given to run: a trial, an inspection, data to read, a prediction.", (JobMessage,)),
-    "inspection": ("The result of an inspection, which is also stored.", (InspectionAnswer,)),
+    "inspection": ("The result of an inspection, which is also stored.", (Inspection,)),
     "prediction": ("The result of a prediction, which is also stored.", (PredictionAnswer,)),
     "progress": ("What a job under way sends.", (Progress,)),
     "job-line": ("What the process of a job tells the trial server.", (JobLine,)),

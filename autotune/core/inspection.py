@@ -11,7 +11,6 @@ from typing import Any
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface
 from autotune.core.device import Calibration, Chip
-from autotune.core.messages import Problem
 from autotune.core.prediction import TracedStep
 from autotune.core.workload import DTypeName
 
@@ -121,14 +120,6 @@ class Inspection:
     """``None`` on a CPU, and where it could not be measured."""
     lacks_nccl: bool = False
     """Whether several ranks are to train on GPUs, and torch was built without NCCL."""
-
-
-@dataclass(frozen=True, slots=True)
-class InspectionAnswer:
-    """The result of an inspection: the facts, or why the user's own code could not be inspected."""
-
-    inspection: Inspection | None = None
-    problem: Problem | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,10 +94,9 @@ class LookWork:
 
 @dataclass(frozen=True, slots=True)
 class LookAnswer:
-    """The first steps of a look, or why there are none."""
+    """The first steps of a look, or how a smaller one may have some."""
 
     steps: tuple[FirstStep, ...] = ()
-    problem: str | None = None
     fewer_layers: int | None = None
     """With how many layers the same may fit, where it ran out of memory."""
 

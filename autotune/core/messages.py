@@ -23,10 +23,10 @@ from autotune.core.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error of the user's input that a job found: what is wrong, and what to do next."""
+    """What keeps a job from its result, such as an error of the user's input: what is wrong, and what to do next."""
 
     message: str
-    hint: str
+    hint: str = ""
 
 
 # A phase or step that takes longer is shown with its time. A choice.

@@ -17,7 +17,7 @@ from typing import IO
 from autotune.core.candidate import Document
 from autotune.core.device import CAPABILITY_VARIABLE
 from autotune.core.errors import TrainingSourceError
-from autotune.core.messages import Answer, Problem
+from autotune.core.messages import Answer
 from autotune.core.outcome import Failed, Outcome, outcome_from_document
 from autotune.core.pipes import LineReader, wait_until_ready, write_all
 from autotune.core.placement import Placement, rank_log
@@ -207,14 +207,13 @@ def tail(path: str | Path, lines: int = 3) -> str:
     return " | ".join(lines_with_words(text)[-lines:])
 
 
-def check_own_code(name: str, answer: Answer, problem: Problem | None, log_path: Path, timeout_seconds: float) -> None:
+def check_own_code(name: str, answer: Answer, log_path: Path, timeout_seconds: float) -> None:
     """Raise ``TrainingSourceError`` where the user's own code did not reach its training.
 
-    ``name`` is the code's, for messages. ``problem`` is the inspection's explanation; with ``None``, the message says
-    how the process ended.
+    ``name`` is the code's, for messages. Without a problem in the answer, the message says how the process ended.
     """
-    if problem is not None:
-        message, hint = problem.message, problem.hint
+    if answer.problem is not None:
+        message, hint = answer.problem.message, answer.problem.hint
     elif answer.result is not None or answer.lost or answer.refused is not None:
         return
     elif answer.timed_out:

@@ -16,7 +16,7 @@ from autotune.core.code_interface import Protection, ProtectionKind
 from autotune.core.dataset_spec import DataFacts, facts_in, publish_data
 from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
-from autotune.core.inspection import Inspection, InspectionAnswer
+from autotune.core.inspection import Inspection
 from autotune.core.look import LookAnswer, LookWork
 from autotune.core.messages import (
     Answer,
@@ -40,7 +40,7 @@ _INSPECT_SECONDS = 180.0
 # A core tokenizes a few thousand samples a second; an hour is for tens of millions of them.
 _READ_DATA_SECONDS = 3600.0
 
-T = TypeVar("T", DataFacts, InspectionAnswer, LookAnswer, Rehearsal)
+T = TypeVar("T", DataFacts, Inspection, LookAnswer, Rehearsal)
 
 
 class TrialServer(ServerProcess):
@@ -225,31 +225,25 @@ class TrialServer(ServerProcess):
             within_seconds = 0.8 * timeout_seconds
             arms = replace(arms, chip=of_gpu.chip, within_seconds=within_seconds) if of_gpu is not None else None
         work = InspectionWork(self.placement.rank_devices, arms)
-        answered, answer = self._ask("inspect", work, InspectionAnswer, timeout_seconds)
+        found, answer = self._ask("inspect", work, Inspection, timeout_seconds)
         is_answered = answer.result is not None or answer.problem is not None or answer.timed_out or answer.overdue
         if not is_answered and (answer.signal or answer.lost):
             # The process may have been killed from outside. A second kill is no coincidence.
-            answered, answer = self._ask("inspect", work, InspectionAnswer, timeout_seconds)
-        found = None if isinstance(answered, str) else answered.inspection
+            found, answer = self._ask("inspect", work, Inspection, timeout_seconds)
         if self.workload.source is not None:
-            problem = answer.problem if isinstance(answered, str) else answered.problem
-            check_own_code(
-                self.workload.source.name, answer, problem, self._log_folder / "inspect.log", timeout_seconds
-            )
-        if found is None:
-            raise TrialServerError(
-                f"the device {self.placement.label} could not be inspected: {answered}", self._where("inspect")
-            )
+            check_own_code(self.workload.source.name, answer, self._log_folder / "inspect.log", timeout_seconds)
+        if isinstance(found, str):
+            device = f"the device {self.placement.label}"
+            raise TrialServerError(f"{device} could not be inspected: {found}", self._where("inspect"))
         if found.model is not None and self._protection is not None:
             interface = replace(found.model.interface, protection=self._protection)
             found = replace(found, model=replace(found.model, interface=interface))
         return with_gpu_facts(found, self._gpu.finish() if of_gpu is None else of_gpu)
 
-    def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer:
+    def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer | str:
         """Return the first steps with some settings, or the reason why there are none."""
         self._looks += 1
-        answer, _ = self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)
-        return LookAnswer(problem=answer) if isinstance(answer, str) else answer
+        return self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)[0]
 
     def rehearse(self, work: RehearsalWork, timeout_seconds: float = _INSPECT_SECONDS) -> Rehearsal:
         """Return what a long run needs beyond its first steps, or the reason why this is unknown."""

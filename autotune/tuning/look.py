@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from autotune.store.answers import Answers
     from autotune.tuning.prepare import Prepared
 
-Ask = Callable[[LookWork], LookAnswer]
-"""Runs the first steps of some settings; raises ``TrialServerError`` where no process can."""
+Ask = Callable[[LookWork], LookAnswer | str]
+"""Runs the first steps of some settings, or says why not; raises ``TrialServerError`` where no process can."""
 
 # Settings that do not change what one process computes.
 _BESIDE = (
@@ -202,10 +202,12 @@ class Looker:
             unmodified = self._is_unmodified and job == [own]
             work = dataclasses.replace(self._work, candidates=tuple(job), noise=noise, unmodified=unmodified)
             answer = self._ask(work)
+            if isinstance(answer, str):
+                raise _UnknownError(answer)
             if answer.fewer_layers is not None:
                 raise _TooLargeError(answer.fewer_layers)
-            if answer.problem is not None or len(answer.steps) != len(job):
-                raise _UnknownError(answer.problem or "its process ended without an answer")
+            if len(answer.steps) != len(job):
+                raise _UnknownError("its process ended without an answer")
             steps += answer.steps
         return steps
 
@@ -221,13 +223,13 @@ def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout
     """Return the comparison of a search's winners, run as jobs of a trial server and cached in a database."""
     request, source = prepared.request, prepared.request.workload.source
 
-    def ask(work: LookWork) -> LookAnswer:
+    def ask(work: LookWork) -> LookAnswer | str:
         """Return the cached answer, or run the job."""
         key = look_key(request.device, request.workload, work)
         if key is not None and not request.fresh and (known := answers.find(key, LookAnswer)) is not None:
             return known
         answer = server.look(work, request.trial_timeout_seconds or timeout_seconds)
-        if key is not None and answer.problem is None:
+        if key is not None and not isinstance(answer, str) and answer.fewer_layers is None:
             answers.keep(key, answer)
         return answer
 

@@ -36,10 +36,10 @@ import signal
 import sys
 import time
 import traceback
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from autotune.core.errors import AutotuneError
-from autotune.core.inspection import InspectionAnswer
 from autotune.core.look import LookWork
 from autotune.core.messages import (
     Adopted,
@@ -110,18 +110,11 @@ class _Rank:
 
     @property
     def state(self) -> Any:
-        """The state of the outcome; ``None`` without a result.
-
-        A result that has a ``problem`` field is ``completed`` where that is ``None``, else ``failed``.
-        """
+        """The state of the outcome; of another result ``completed``. ``None`` without a result."""
         if not isinstance(self.result, dict):
             return None
-        if self.result.get("failed_rank") is not None:
-            # In a rehearsal, the other ranks may wait for a failed one.
-            return "failed"
-        if "problem" in self.result:
-            return "completed" if self.result["problem"] is None else "failed"
-        return self.result.get("state")
+        # In a rehearsal, the other ranks may wait for a failed one.
+        return "failed" if self.result.get("failed_rank") is not None else self.result.get("state", "completed")
 
     @property
     def has_failed(self) -> bool:
@@ -378,9 +371,8 @@ class Server:
         is_whole = rank is job.culprit or len(job.ranks) == 1 or all(rank.state == "completed" for rank in job.ranks)
         result = problem = malformed = None
         if rank.answer is not None and is_whole:
-            named = job.culprit is not None and isinstance(rank.result, dict)
-            result = _naming_rank(rank.number, rank.result) if named else rank.result
-            problem = rank.answer.problem
+            said = rank.answer if job.culprit is None else _naming_rank(rank.number, rank.answer)
+            result, problem = said.result, said.problem
             if job.layer is not None:
                 take_kept(job.scratch, job.layer)
         elif (problem := _why_stopped(job)) is None:
@@ -417,12 +409,13 @@ def _why_stopped(job: _RunningJob) -> Problem | None:
     return None
 
 
-def _naming_rank(number: int, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of a failed rank with its number in the message."""
-    if isinstance(problem := result.get("problem"), dict):
-        return {**result, "problem": _naming_rank(number, problem)}
-    message = result.get("message")
-    return {**result, "message": f"rank {number}: {message}"} if isinstance(message, str) else result
+def _naming_rank(number: int, said: JobLine) -> JobLine:
+    """Return the answer of a failed rank with its number in the message."""
+    if said.problem is not None:
+        return replace(said, problem=replace(said.problem, message=f"rank {number}: {said.problem.message}"))
+    message = said.result.get("message") if isinstance(said.result, dict) else None
+    named = {**said.result, "message": f"rank {number}: {message}"} if isinstance(message, str) else said.result
+    return replace(said, result=named)
 
 
 def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:
@@ -469,7 +462,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case RehearsalWork() as work:
             from autotune.worker.user.rehearsal import NamedRehearsal
 
-            def end(found: Rehearsal) -> NoReturn:
+            def end(found: Rehearsal | Problem) -> NoReturn:
                 send(found)
                 process.leave(0)
 
@@ -477,7 +470,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
         case InspectionWork() as work:
             from autotune.worker.facts import inspect
 
-            send(InspectionAnswer(inspect(job.workload, work)))
+            send(inspect(job.workload, work))
         case TrialWork() as work:
             from autotune.worker.trial.run import Trial
 

@@ -190,6 +190,7 @@ def test_a_model_by_name_evaluates_and_saves_on_all_ranks(trainers: TrialServer)
     assert (found.saving.ranks, found.saving.is_computed) == (2, False)
     assert len(found.sentences) == 2
     assert under_way(trainers) == []
+    assert re.match("rank [01]: ", rehearsal_of(trainers, MIB).problem)
 
 
 @pytest.mark.parametrize(

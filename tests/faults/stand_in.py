@@ -18,7 +18,7 @@ from typing import Any
 
 from processes import ignore_polite_signals, leave_descendants
 
-from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, Software
+from autotune.core.inspection import Inspection, ModelFacts, Software
 from autotune.core.messages import InspectionWork, Job, TrialWork
 from autotune.core.outcome import Completed, Measurement, Outcome, OutOfMemory, outcome_document
 from autotune.core.schema import encode
@@ -115,7 +115,7 @@ def run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads
     work = job.work
     if isinstance(work, InspectionWork):
         if not is_real:
-            send("result", encode(InspectionAnswer(FACTS)))
+            send("result", encode(FACTS))
         else:
             real_run_job(job, rank, scratch, result_fd, torch_threads)
         return

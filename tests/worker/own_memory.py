@@ -27,7 +27,7 @@ BATCHES = ((8, 1), (16, 4), (64, 1))
 def inspected(server: ServerClient, workload: Workload, **options: Any) -> ModelFacts:
     """The facts of a model, with the traces of its arms."""
     arms = dataclasses.replace(arms_to_trace(request(workload=workload, **options)), chip=CHIP)
-    return server.run(workload, InspectionWork(RankDevices("cpu", ("cpu",)), arms)).inspected.inspection.model
+    return server.run(workload, InspectionWork(RankDevices("cpu", ("cpu",)), arms)).inspected.model
 
 
 @dataclass(frozen=True)

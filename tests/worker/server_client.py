@@ -17,7 +17,7 @@ from autotune.core import messages
 from autotune.core.candidate import Candidate, Document
 from autotune.core.code_interface import Protection
 from autotune.core.device import Device
-from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts
+from autotune.core.inspection import Inspection, ModelFacts
 from autotune.core.messages import InspectionWork, Job, Problem, Progress, TrialWork, Work
 from autotune.core.outcome import Completed, Effort, Failed, Outcome
 from autotune.core.placement import Placement
@@ -42,16 +42,16 @@ class Answer:
         return dict(self.end.result)
 
     @property
-    def inspected(self) -> InspectionAnswer:
-        """The result of an inspection."""
-        return decode(self.result, InspectionAnswer)
+    def inspected(self) -> Inspection:
+        """The result of an inspection that must have one."""
+        assert self.end.result is not None, f"{self.end}\n{self.log}"
+        return decode(self.result, Inspection)
 
     @property
     def problem(self) -> Problem:
         """What kept the user's code from being inspected."""
-        found = self.end.problem or self.inspected.problem
-        assert found is not None
-        return found
+        assert self.end.problem is not None
+        return self.end.problem
 
     @property
     def outcome(self) -> Outcome:
@@ -145,7 +145,7 @@ class ServerClient:
 
     def inspect(self, workload: Workload) -> Inspection:
         """Facts about a workload."""
-        return self.inspection(workload).inspected.inspection
+        return self.inspection(workload).inspected
 
     def prepared(self, workload: Workload) -> tuple[Workload, ModelFacts]:
         """The workload of one's own code with the interface that its inspection found, and the model's facts."""

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-from server_client import ServerClient
+from server_client import Answer, ServerClient
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.inspection import InspectionAnswer
 from autotune.core.messages import InspectionWork
 from autotune.core.placement import RankDevices
 from autotune.core.training_source import find_script, find_trainer
@@ -65,26 +64,25 @@ build().train()
 """
 
 
-def inspected(server: ServerClient, folder: Path, text: str, *, is_function: bool = False) -> InspectionAnswer:
+def inspected(server: ServerClient, folder: Path, text: str, *, is_function: bool = False) -> Answer:
     """The answer of an inspection of a script, or of its function, on two ranks."""
     (folder / "train.py").write_text(BEGINS + text)
     source = find_trainer(f"{folder / 'train.py'}:build") if is_function else find_script(["train.py"], 2)
-    return server.run(Workload.of_source(source), InspectionWork(TWO)).inspected
+    return server.run(Workload.of_source(source), InspectionWork(TWO))
 
 
 @pytest.mark.parametrize("kind", ["exchanges", "cannot be probed", "function"])
 def test_code_that_depends_on_its_rank_is_inspected(trial_server: ServerClient, folder: Path, kind: str) -> None:
     text = {"exchanges": EXCHANGES, "cannot be probed": CANNOT_BE_PROBED, "function": ""}[kind]
     answer = inspected(trial_server, folder, text, is_function=kind == "function")
-    assert answer.problem is None
-    own = answer.inspection.model.own
+    own = answer.inspected.model.own
     # As the code itself makes it of the number of ranks.
     assert (own.per_device_train_batch_size, own.gradient_accumulation_steps) == (4, 4)
 
 
 def test_completions_of_a_prompt_may_be_on_several_ranks(trial_server: ServerClient, folder: Path) -> None:
     answer = inspected(trial_server, folder, ROLLOUTS)
-    assert answer.inspection.model.interface.samples_a_prompt == 8
+    assert answer.inspected.model.interface.samples_a_prompt == 8
 
 
 def test_a_rank_that_fails_is_named(trial_server: ServerClient, folder: Path) -> None:

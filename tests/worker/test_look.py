@@ -70,8 +70,9 @@ DEVICES = RankDevices("cpu", ("cpu",))
 def looker(server: ServerClient, workload: Workload, asked: Candidate, **changes: Any) -> Looker:
     """What looks at winners by jobs of a server."""
 
-    def ask(work: LookWork) -> LookAnswer:
-        return decode(server.run(workload, work).result, LookAnswer)
+    def ask(work: LookWork) -> LookAnswer | str:
+        end = server.run(workload, work).end
+        return decode(end.result, LookAnswer) if end.problem is None else end.problem.message
 
     is_own = workload.source is not None
     options: dict[str, Any] = {"cap_bytes": AMPLE_BYTES, "seed": 42, "is_unmodified": is_own, "is_own": is_own}

@@ -109,7 +109,7 @@ def test_nothing_that_code_does_touches_the_files(
     while left_behind(folder):
         time.sleep(0.05)
     assert state(folder) == before
-    assert inspected.inspected.inspection is not None, inspected.problem
+    assert inspected.end.result is not None, inspected.end.problem
     assert tried.completed.measurement.samples_per_second > 0
     for moment in deeds.MOMENTS[:4]:
         said = [line for line in tried.log.splitlines() if line.startswith(f"{moment}: ")]

@@ -92,7 +92,6 @@ def test_what_ends_a_run_after_its_first_steps_is_told_before_it(
     seconds = 4.0 if "worker" in name else 2.0
     assert re.search(words, "\n".join(rehearsed(server, name, cap_mib * MIB, seconds).alarms))
     healthy = rehearsed(server, f"healthy-{name}", cap_mib * MIB, seconds)
-    assert healthy.problem is None
     assert healthy.alarms == []
 
 
@@ -122,7 +121,7 @@ def test_what_ends_a_loop_after_its_first_steps_is_told_before_it(
     words, cap_mib = LOOP_ENDINGS[name]
     assert re.search(words, "\n".join(rehearsed(trial_server, name, cap_mib * MIB, script=LOOPS).alarms))
     healthy = rehearsed(trial_server, f"healthy-{name}", cap_mib * MIB, script=LOOPS)
-    assert (healthy.problem, healthy.alarms, healthy.unknown) == (None, [], ())
+    assert (healthy.alarms, healthy.unknown) == ([], ())
     assert healthy.evaluation.batch == (16 if name == "batch" else 8)
     assert healthy.evaluation.samples == (4000 if name == "logits" else 512)
 
@@ -136,7 +135,7 @@ def test_the_last_steps_of_an_epoch_are_told_where_they_are_trained_wrongly(
 ) -> None:
     source = find_script(("python", str(LAST_STEPS))) if name is None else find_loop(f"{LAST_STEPS}:{name}")
     found = rehearsed_source(trial_server, source, Candidate(Arm(), 8, accumulation))
-    assert (found.problem, found.unknown) == (None, ())
+    assert found.unknown == ()
     assert found.evaluation is not None
     assert found.last_step == (None if is_made is None else LastStep(375, accumulation, is_made))
     told = "about 3 / 4 as large" if is_made else "does not step"
@@ -172,7 +171,6 @@ def test_a_run_that_is_no_more_than_its_steps_is_not_rehearsed(trial_server: Ser
 
 def test_metrics_that_raise_leave_the_rest_looked_at(trial_server: ServerClient, folder: Path) -> None:
     found = rehearsed(trial_server, "raises", 400 * MIB)
-    assert found.problem is None
     assert found.peak_bytes is not None
     assert found.saving is not None
     assert found.unknown == ("the evaluation: ZeroDivisionError: division by zero",)

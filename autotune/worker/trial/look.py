@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, set_seed
 
 from autotune.core.look import PROJECTIONS, FirstStep, Gradient, LookAnswer, LookWork
+from autotune.core.messages import Problem
 from autotune.core.outcome import Effort, OutOfMemory
 from autotune.core.workload import Workload
 from autotune.space.arms import applied_settings
@@ -282,7 +283,7 @@ def _fewer_layers(workload: Workload) -> int | None:
     return layers // _FEWER if layers and layers >= _FEWER and not workload.weights else None
 
 
-def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
+def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer | Problem:
     """Return the first step of each candidate, or a problem. The model, given by name, is built anew for each."""
     meter = open_meter(work.devices.kind, work.devices.uuids[0])
     meter.limit(work.cap_bytes)
@@ -315,11 +316,11 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
             meter.reset_peaks()
         return LookAnswer(tuple(steps))
     except SettingUnavailableError as error:
-        return LookAnswer(problem=str(error))
+        return Problem(str(error))
     except Exception as error:
         outcome = failure_of(error, meter, "look", None, on_cpu=work.devices.kind == "cpu")
         fewer = _fewer_layers(workload) if isinstance(outcome, OutOfMemory) else None
-        return LookAnswer(problem=outcome.message, fewer_layers=fewer)
+        return Problem(outcome.message) if fewer is None else LookAnswer(fewer_layers=fewer)
 
 
 def in_full_float32() -> None:

@@ -16,7 +16,7 @@ import torch
 from autotune.core import loop as loop_interface
 from autotune.core.candidate import OWN_OPTIM, Arm
 from autotune.core.code_interface import CodeInterface
-from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
+from autotune.core.inspection import Inspection, ModelFacts, OwnSettings
 from autotune.core.launch_command import ALONE
 from autotune.core.loop import LoopConfig
 from autotune.core.messages import InspectionWork, Problem
@@ -39,8 +39,8 @@ from autotune.worker.user.protection import keep_run
 from autotune.worker.user.samples import lengths_of_loader
 from autotune.worker.wrapping import module_of
 
-Finish = Callable[[InspectionAnswer], NoReturn]
-"""Sends the answer, and ends the process."""
+Finish = Callable[[Inspection | Problem], NoReturn]
+"""Sends the facts, or why there are none, and ends the process."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +244,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
     loaders: list[Any] = []
 
     def fail(error: BaseException) -> NoReturn:
-        finish(InspectionAnswer(problem=problem_of(error, source)))
+        finish(problem_of(error, source))
 
     class UntilFirstStep(StepListener):
         """Ends the process at the first step, with the facts of the model, the loader and the config."""
@@ -260,7 +260,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
                 interface=_with_loader(interface, loader),
             )
             keep_run()
-            finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
+            finish(dataclasses.replace(environment, model=model))
 
         # A step with fewer samples shows the same facts.
         step_is_dropped = step_ends

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from autotune.core.code_interface import Framework
+from autotune.core.messages import Problem
 from autotune.core.rehearsal import Evaluation, LastStep, LongestBatch, Part, Whole
 from autotune.worker.arrays import cut
 from autotune.worker.failures import first_line
@@ -154,7 +155,7 @@ class LoopParts(Parts, Listener):
             self.finish(evaluation=self._evaluation_with(None, settings))
         if self._make_longest is not None and is_out_of_memory:
             self.finish(longest=self._longest)
-        self.finish(problem=why)
+        self._answer(Problem(why))
 
     def end(self) -> NoReturn:
         """End the rehearsal with its results."""

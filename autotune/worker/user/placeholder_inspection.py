@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from autotune.core.candidate import OWN_OPTIM, Arm, Candidate
 from autotune.core.code_interface import CodeInterface, Fixed, HowItSteps, Site
-from autotune.core.inspection import InspectionAnswer, ModelFacts, OwnSettings
+from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import ForkedRun, in_fork
@@ -59,9 +59,9 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
     environment = inspect_environment()
     try:
         model = _ScriptInspector(code).model()
-        finish(InspectionAnswer(dataclasses.replace(environment, model=model)))
+        finish(dataclasses.replace(environment, model=model))
     except UserCodeError as error:
-        finish(InspectionAnswer(problem=Problem(str(error), error.hint)))
+        finish(Problem(str(error), error.hint))
 
 
 class _ScriptInspector:

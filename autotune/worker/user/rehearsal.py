@@ -22,7 +22,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 
-from autotune.core.messages import TrialWork
+from autotune.core.messages import Problem, TrialWork
 from autotune.core.outcome import Effort, Failed, Outcome, OutOfMemory
 from autotune.core.rehearsal import (
     Evaluation,
@@ -60,7 +60,7 @@ _SAVED_BY_DEEPSPEED = 16
 """Bytes of a weight: itself, and float32 copies of it and of those states."""
 
 
-Answer = Callable[[Rehearsal], NoReturn]
+Answer = Callable[[Rehearsal | Problem], NoReturn]
 T = TypeVar("T")
 
 
@@ -140,7 +140,7 @@ class Rehearses(Trial):
         why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
         if self.parts is not None:
             self.parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
-        self._finish(Rehearsal(problem=why))
+        self._finish(Problem(why))
 
 
 class NamedRehearsal(Rehearses):
@@ -206,7 +206,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
         """End after an error: that of a checkpoint once saving has begun, else one of the training."""
         if self._saving_began is None:
-            self.finish(problem=why)
+            self._answer(Problem(why))
         if is_out_of_memory:
             lost = Saving(None, None, time.monotonic() - self._saving_began, fits=False)
             self._end_ranks(saving=lost)
@@ -224,7 +224,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         """Return a value of each rank, in a call that all ranks make at the same place."""
         told = self._ranks.gather((what, value))
         if any(each != what for each, _ in told):
-            self.finish(problem="its ranks do not do the same")
+            self._answer(Problem("its ranks do not do the same"))
         return [each for _, each in told]
 
     # The steps

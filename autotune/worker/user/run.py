@@ -17,9 +17,9 @@ from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotune.core.candidate import Document
-from autotune.core.inspection import InspectionAnswer
+from autotune.core.inspection import Inspection
 from autotune.core.look import FirstStep, LookAnswer, LookWork
-from autotune.core.messages import InspectionWork, TrialWork
+from autotune.core.messages import InspectionWork, Problem, TrialWork
 from autotune.core.outcome import Completed, Effort, Failed, OutOfMemory, outcome_document
 from autotune.core.rehearsal import RehearsalWork
 from autotune.core.scratch import Scratch
@@ -54,7 +54,7 @@ class Look(OwnTrial):
     def _end(self, outcome: Completed | OutOfMemory | Failed) -> NoReturn:
         """End the process with the reason why no first step was seen."""
         why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it made no update"
-        self._finish(LookAnswer(problem=why))
+        self._finish(Problem(why))
 
 
 # A Trainer
@@ -128,8 +128,7 @@ class LoopLook(Look):
         how = self._source.interface.steps
         asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps
         if step.micro_steps != asked:
-            problem = f"its first update comes after {step.micro_steps} backward passes, not {asked}"
-            self._finish(LookAnswer(problem=problem))
+            self._finish(Problem(f"its first update comes after {step.micro_steps} backward passes, not {asked}"))
         dtypes = {dtype for _, dtype in self._checks.watch.autocasts} | self._checks.watch.inner_dtypes
         computed = [torch.finfo(found).eps / 2 for name in dtypes if (found := getattr(torch, name)).is_floating_point]
         self._finish(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
@@ -195,8 +194,8 @@ def run_own(
         send(outcome_document(answer) if isinstance(work, TrialWork) else answer)
         leave(0)
 
-    def finish_inspection(answer: InspectionAnswer) -> NoReturn:
-        if answer.inspection is not None:
+    def finish_inspection(answer: Inspection | Problem) -> NoReturn:
+        if isinstance(answer, Inspection):
             # No rank ends while another still waits for it.
             ranks.gather(True)
         finish(answer)

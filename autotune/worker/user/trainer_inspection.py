@@ -15,8 +15,8 @@ import torch
 
 from autotune.core.candidate import Arm, Document, Precision
 from autotune.core.code_interface import CodeInterface
-from autotune.core.inspection import Inspection, InspectionAnswer, ModelFacts, OwnSettings
-from autotune.core.messages import InspectionWork
+from autotune.core.inspection import Inspection, ModelFacts, OwnSettings
+from autotune.core.messages import InspectionWork, Problem
 from autotune.core.placement import RankDevices
 from autotune.training.possible import SETTINGS as LOOKED_FOR
 from autotune.training.possible import obstacles
@@ -64,12 +64,12 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
         tracing.end()
         tracing = None
         seen = _run(untraced, ranks)
-        if seen.answer.problem is None:
+        if seen.problem is None:
             tracing = _begin_tracing(code)
     if seen.failed_probing:
         # The probing batch may have caused the error. Run again with the user's own batch.
         seen = _run(untraced, ranks, is_probing=False)
-    inspection = seen.answer.inspection
+    inspection = seen.inspection
     if inspection is None:
         finish(seen.answer)
     model = inspection.model
@@ -77,7 +77,7 @@ def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
         memory = _memory_of(tracing, model, code.work, time.monotonic() - began)
         inspection = dataclasses.replace(inspection, model=with_memory(model, memory))
     if code.source.kind == "script":
-        finish(InspectionAnswer(inspection))
+        finish(inspection)
     # A function that builds a ``Trainer`` is called once more, to check whether it uses its arguments.
     _Inspection(untraced, lambda seen: finish(seen.answer), is_probing=False).try_overrides(inspection)
 
@@ -92,10 +92,10 @@ def _run(code: Code, ranks: Ranks, *, is_probing: bool = True) -> _RunResult:
     process = ForkedRun(_RunResult, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True)
     # A rank stops waiting once another has failed: its own run may wait for that rank forever.
     seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
-    seen = seen or _RunResult(InspectionAnswer(), failed_probing=True)
+    seen = seen or _RunResult(failed_probing=True)
     if seen.failed_probing:
         ranks.announce(_PROBING_FAILED)
-    elif seen.answer.problem is not None and ranks.count > 1:
+    elif seen.problem is not None and ranks.count > 1:
         # Its process stays until this one ends: an error of another rank about a closed connection would come first.
         return seen
     # No process ends before the others are done: they may still be connecting to it.
@@ -141,22 +141,29 @@ def _memory_of(tracing: ForkedRun[_RunResult], model: ModelFacts, work: Inspecti
     seen = tracing.result(min(work.arms.within_seconds - seconds, max(_LEAST_WAIT_SECONDS, 2 * seconds)))
     if seen is None:
         return Memory(unknown="its process ended, or took too long")
-    if seen.answer.inspection is None or seen.answer.inspection.model is None:
-        problem = seen.answer.problem
-        return Memory(unknown=problem.message if problem is not None else "it did not train without a GPU")
-    found = seen.answer.inspection.model
+    if seen.inspection is None or seen.inspection.model is None:
+        return Memory(unknown=seen.problem.message if seen.problem is not None else "it did not train without a GPU")
+    found = seen.inspection.model
     return Memory(found.memory, found.interface.memory_unknown)
 
 
 @dataclass(frozen=True, slots=True)
 class _RunResult:
-    """The result of one run of the user's code."""
+    """The result of one run of the user's code: the facts, or why there are none."""
 
-    answer: InspectionAnswer
+    inspection: Inspection | None = None
+    problem: Problem | None = None
     failed_probing: bool = False
     """Whether it raised an error of its own with another batch than the user's, or made its own of that."""
     may_have_collided: bool = False
     """Whether it raised an error that two runs at a time may cause: by a port that the other one has, or by a file."""
+
+    @property
+    def answer(self) -> Inspection | Problem:
+        """The facts, or why there are none."""
+        answer = self.inspection or self.problem
+        assert answer is not None
+        return answer
 
 
 class _Inspection:
@@ -239,7 +246,7 @@ class _Inspection:
             self._fields.check(self._source, build_trainer(self._source, wanted).args, wanted)
         except BaseException as error:
             self._fail(error)
-        self._finish(_RunResult(InspectionAnswer(found)))
+        self._finish(_RunResult(found))
 
     def _enter(self) -> None:
         """Prepare the process for the user's code: guard, loop inspection, fields of the Trainer."""
@@ -258,15 +265,14 @@ class _Inspection:
         found = dataclasses.replace(self._environment, model=model)
         # Values that the code sets after its arguments are made may be derived from the probing batch.
         makes_anew = self._fields.is_probing and bool(self._fields.set_since.intersection(BATCH))
-        self._finish(_RunResult(InspectionAnswer(found), failed_probing=makes_anew))
+        self._finish(_RunResult(found, failed_probing=makes_anew))
 
     def _fail(self, error: BaseException) -> NoReturn:
         is_own = isinstance(error, UserCodeError)
         failed_probing = not is_own and self._fields.is_probing and bool(self._fields.tuned)
         is_in_use = isinstance(error, OSError | torch.distributed.DistError)
         may_have_collided = not is_own and is_in_use
-        problem = InspectionAnswer(problem=problem_of(error, self._source))
-        self._finish(_RunResult(problem, failed_probing, may_have_collided))
+        self._finish(_RunResult(None, problem_of(error, self._source), failed_probing, may_have_collided))
 
 
 def _model_facts(trainer: Any, interface: CodeInterface, fields: TrialFields) -> ModelFacts:
