@@ -42,11 +42,12 @@ def _on_error(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             first = error.errors()[0]
             # Where a field has a union type, pydantic names the refusing member with brackets.
-            places = (str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
-            where = ".".join(part for part in places if "[" not in part)
+            where = ".".join(part for part in map(str, first["loc"][1:]) if "[" not in part)
             told = InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
             if first["type"] == "json_invalid":
                 told = InvalidRequestError(*_NO_JSON)
+            elif first["type"] == "missing" and not where:
+                told = InvalidRequestError("the body is empty", _NO_JSON[1])
         # FastAPI says so of a body that is nested too deep.
         case HTTPException(status_code=400):
             told = InvalidRequestError(*_NO_JSON)

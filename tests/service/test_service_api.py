@@ -473,6 +473,9 @@ def test_a_body_is_json_whatever_the_client_calls_it(writer: TestClient) -> None
     assert (told.status_code, told.json()["detail"][:22]) == (404, "there is no study 'not")
     broken = writer.post("/v1/verify", content=b"study=nothing", headers=form)
     assert (broken.status_code, broken.json()["detail"]) == (422, "the body is not JSON")
+    for path in ("/v1/searches", "/v1/verify"):
+        empty = writer.post(path).json()
+        assert (empty["status"], empty["detail"], empty["hint"]) == (422, "the body is empty", "send a JSON object")
 
 
 def test_a_search_that_outlives_the_service_is_left_alone_and_found_again(
