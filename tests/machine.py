@@ -53,8 +53,7 @@ class Machine:
         return json.loads(warm.output_of("-P", "-c", program, env=environment))
 
     def devices(self, **settings: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.ask("answer = [d.document() for d in list_devices()]", **settings)
-        return found
+        return self.ask("answer = [d.document() for d in list_devices()]", **settings)
 
     def listing(self, **settings: str) -> tuple[list[tuple[str, str]], str | None]:
         """Label and beginning of the UUID of every GPU, and the problem."""

@@ -228,6 +228,8 @@ class _Child:
         finally:
             self._is_interruptible = False
             with self._guard:
+                # Python handles here a signal that is pending: without a current work, one that cancels would stop all.
+                signal.pthread_sigmask(signal.SIG_BLOCK, ())
                 self._current = None
         say("end", end)
 

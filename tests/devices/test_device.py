@@ -28,8 +28,7 @@ def old_machine(library_folder: Path, tmp_path: Path) -> Machine:
 @pytest.fixture(params=["machine", pytest.param("old_machine", marks=pytest.mark.whole)])
 def either_machine(request: pytest.FixtureRequest) -> Machine:
     """Each of the two bindings in turn."""
-    found: Machine = request.getfixturevalue(request.param)
-    return found
+    return request.getfixturevalue(request.param)
 
 
 def test_the_printed_document_is_what_the_devices_say() -> None:
@@ -249,8 +248,7 @@ def refusal(machine: Machine, asked: str, **variables: str) -> list[str]:
 from autotune.core.errors import AutotuneError
 try: {asked}
 except AutotuneError as error: answer = [error.message, error.hint]"""
-    told: list[str] = machine.ask(code, **variables)
-    return told
+    return machine.ask(code, **variables)
 
 
 class TestFindDevice:

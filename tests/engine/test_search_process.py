@@ -1,5 +1,7 @@
 """Test the process of a device: one search after the other, and none for a process that was killed."""
 
+import ctypes
+import functools
 import io
 import json
 import os
@@ -102,6 +104,18 @@ def test_a_database_that_fails_ends_an_attempt_and_a_wrong_request_the_search(tm
     assert (never["state"], never["problem"]["exit_code"]) == ("failed", 5)
     wrong = end_of(Work("1", "study", {**options, "seq_len": 10**6}, storage=str(tmp_path / "a.db")))
     assert (wrong["state"], wrong["problem"]["exit_code"]) == ("failed", 2)
+
+
+def test_a_cancel_as_its_work_ends_leaves_a_process_to_the_next() -> None:
+    child = _Child(0, io.StringIO(), None)
+    child._cancelled.add("1")
+    # In C alone: where the guard is taken the signal has come, and nothing has handled it.
+    raises = staticmethod(functools.partial(getattr(ctypes.CDLL(None), "raise"), signal.SIGTERM))
+    child._guard = type("Guard", (), {"__enter__": raises, "__exit__": lambda *_: None})()
+    before = signal.signal(signal.SIGTERM, child._on_signal)
+    child._do(Work("1", "study", {}))
+    signal.signal(signal.SIGTERM, before)
+    assert not child._is_stopping
 
 
 def test_a_process_that_was_killed_takes_no_search(process: SearchProcess) -> None:

@@ -144,8 +144,7 @@ print(json.dumps({
 )
 def traced(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What traces of bert-tiny as a rank of two show; the sample has each stage that splits something once."""
-    answer: dict[str, Any] = json.loads(warm.output_of("-c", _TRACED, json.dumps(request.param)))
-    return answer
+    return json.loads(warm.output_of("-c", _TRACED, json.dumps(request.param)))
 
 
 def test_ddp_keeps_a_second_copy_of_the_gradients_in_buckets(traced: dict[str, Any]) -> None:

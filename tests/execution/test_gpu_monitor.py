@@ -73,8 +73,7 @@ def ask_watched(machine: Machine, code: str, **settings: str) -> Any:
 def why_disturbed(machine: Machine, changes: str, outcome: str = "COMPLETED", **settings: str) -> list[str]:
     """Why a trial is marked during which the stand-in changes so."""
     code = f"_, run = watched(Trials({outcome}, {changes}))\nanswer = run().disturbed"
-    found: list[str] = ask_watched(machine, code, **settings)
-    return found
+    return ask_watched(machine, code, **settings)
 
 
 NEIGHBOUR = "71=python=512"

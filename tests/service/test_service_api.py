@@ -47,16 +47,14 @@ LARGE = {"model": "bert-large-uncased", "effective_batch": 64}
 def submit(client: TestClient, request: Document = TINY, **headers: str) -> Document:
     answer = client.post("/v1/searches", json=request, headers=headers)
     assert answer.status_code in (200, 202), answer.text
-    found: Document = answer.json()
-    return found
+    return answer.json()
 
 
 def problem(client: TestClient, request: object) -> Document:
     answer = client.post("/v1/searches", json=request)
     assert answer.status_code >= 400, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
-    found: Document = answer.json()
-    return found
+    return answer.json()
 
 
 def streamed(client: TestClient, path: str, **headers: str) -> list[tuple[str | None, str, Document]]:

@@ -27,8 +27,7 @@ def other(tmp_path: Path) -> Iterator[Store]:
 
 def study_as_sent(store: Store, name: str = "bert") -> Document:
     """A study as it comes over the network."""
-    found: Document = json.loads(json.dumps(read_study(store, name)))
-    return found
+    return json.loads(json.dumps(read_study(store, name)))
 
 
 def test_a_search_that_was_interrupted_is_gone_on_with_in_another_database(store: Store, other: Store) -> None:

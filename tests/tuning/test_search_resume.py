@@ -403,8 +403,7 @@ def told(library_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     folder = tmp_path_factory.mktemp("lost")
     code = SEARCH.format(tests=str(Path(__file__).parents[1]), storage=str(folder / "studies.db"))
     machine = Machine(library_folder, None)
-    found: dict[str, Any] = machine.ask(code, STAND_IN_GPUS="2", AUTOTUNE_LOCKS=str(folder / "locks"))
-    return found
+    return machine.ask(code, STAND_IN_GPUS="2", AUTOTUNE_LOCKS=str(folder / "locks"))
 
 
 def test_the_search_ends_with_a_line_that_names_the_gpu(told: dict[str, Any]) -> None:

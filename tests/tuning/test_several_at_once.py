@@ -52,8 +52,7 @@ def _read(path: str, end: Any, answers: Answers) -> None:
 
 def _free_port() -> int:
     with closing(create_server(("127.0.0.1", 0))) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+        return listener.getsockname()[1]
 
 
 @pytest.mark.parametrize("repeats", [1, pytest.param(4, marks=pytest.mark.whole)])

@@ -142,8 +142,7 @@ print(json.dumps({"peaks": peaks, "inputs": inputs, "grown": grown, "bytes": ste
 )
 def scaled(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What traces show; the sample has an encoder, a model of both halves, 16-bit floats of both kinds, checkpoints."""
-    answer: dict[str, Any] = json.loads(warm.output_of("-c", _BEGINS + _SCALED, json.dumps(request.param)))
-    return answer
+    return json.loads(warm.output_of("-c", _BEGINS + _SCALED, json.dumps(request.param)))
 
 
 def test_the_inputs_of_all_micro_steps_are_there_at_once(scaled: dict[str, Any]) -> None:

@@ -131,8 +131,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def traced() -> dict[str, Any]:
-    answer: dict[str, Any] = json.loads(warm.output_of("-c", _TRACED))
-    return answer
+    return json.loads(warm.output_of("-c", _TRACED))
 
 
 def sort_offers(document: dict[str, Any]) -> list[str]:

@@ -61,8 +61,7 @@ class Later(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "layer"):
             self.layer = torch.nn.Linear(2, 1)
-        result: torch.Tensor = self.layer(inputs)
-        return result
+        return self.layer(inputs)
 
 
 def test_a_model_is_one_from_its_second_call_on_where_it_makes_its_weights_in_the_first() -> None:
@@ -122,8 +121,7 @@ class Embeds(torch.nn.Module):
         self.weights = torch.nn.Embedding(8, 2)
 
     def forward(self, input_ids: Any, attention_mask: Any = None) -> torch.Tensor:
-        result: torch.Tensor = self.weights(input_ids["input_ids"] if isinstance(input_ids, dict) else input_ids)
-        return result
+        return self.weights(input_ids["input_ids"] if isinstance(input_ids, dict) else input_ids)
 
 
 def test_tokens_are_those_that_a_gradient_came_back_from() -> None:
