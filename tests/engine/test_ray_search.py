@@ -172,8 +172,7 @@ class Command:
 
     def document(self) -> dict[str, Any]:
         assert self.end() == 0, self.said()[-2000:]
-        found: dict[str, Any] = json.loads(self._output.read_text())
-        return found
+        return json.loads(self._output.read_text())
 
 
 @pytest.fixture(scope="module")

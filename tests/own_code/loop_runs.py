@@ -21,7 +21,8 @@ def made(batch_size=8):
     train = DataLoader(samples(200 if name == "batch" else 3000, 16, longest), batch_size, collate_fn=pad)
     count = 4000 if name == "logits" else 512
     batch = (512 if dies else 16) if name == "batch" else 8
-    return AutoModelForMaskedLM.from_config(config), train, DataLoader(samples(count, 64), batch, collate_fn=pad)
+    data = train.dataset if name == "same" else samples(count, 64)
+    return AutoModelForMaskedLM.from_config(config), train, DataLoader(data, batch, collate_fn=pad)
 
 
 def kept(logits):

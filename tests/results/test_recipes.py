@@ -53,8 +53,7 @@ def report(name: str, **arm: Any) -> Report:
 
 
 def said(name: str, form: Recipe, **arm: Any) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(exported_text(report(name, **arm), form)[0])
-    return found
+    return yaml.safe_load(exported_text(report(name, **arm), form)[0])
 
 
 @pytest.mark.parametrize("name", WINNERS)

@@ -57,8 +57,7 @@ class Tab:
         """Return what someone with a screen reader, a keyboard or weak eyes would stumble over."""
         # The style sheets, too.
         self.page.wait_for_load_state("load")
-        found: list[str] = self.page.evaluate(CHECKS.read_text())
-        return found
+        return self.page.evaluate(CHECKS.read_text())
 
 
 @contextmanager

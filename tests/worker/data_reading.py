@@ -41,6 +41,5 @@ class Read:
     @property
     def refusal(self) -> str:
         problem = self._end.problem
-        assert problem is not None
         assert problem.hint
         return f"{problem.message} | {problem.hint}"

@@ -156,6 +156,4 @@ class ServerClient:
 
     def model(self, workload: Workload) -> ModelFacts:
         """Facts about a workload's model."""
-        found = self.inspect(workload).model
-        assert found is not None
-        return found
+        return self.inspect(workload).model

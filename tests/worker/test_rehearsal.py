@@ -147,12 +147,17 @@ def test_a_run_makes_the_validation_batches_that_fit(trial_server: ServerClient,
     source, candidate = workload.source, Candidate(Arm(optim=OWN_OPTIM), 8, 1)
     batches = rehearsed_source(trial_server, source, candidate, 150 * MIB).loader_batches
     ((key, batch),) = batches.items()
-    line = next(n for n, line in enumerate(LOOPS.read_text().splitlines(), 1) if "DataLoader(samples(count" in line)
+    line = next(n for n, line in enumerate(LOOPS.read_text().splitlines(), 1) if "DataLoader(data" in line)
     assert Path(key).name == f"loop_runs.py:{line}#0"
     assert batch in (64, 128, 256)
     ran = run(RealTraining("s", source, candidate, {}, loader_batches=batches), folder)
     assert ran.stdout == f"most samples of a validation batch: {batch}\n", ran.stderr
     assert f"batch_size={batch} is set for the DataLoader at loop_runs.py:" in ran.stderr
+
+
+def test_a_validation_on_the_samples_of_the_training_is_seen(trial_server: ServerClient, folder: Path) -> None:
+    found = rehearsed(trial_server, "healthy-same", 400 * MIB, script=LOOPS)
+    assert (found.unknown, found.evaluation.samples) == ((), 3000)
 
 
 def test_a_validation_that_raises_is_told(trial_server: ServerClient, folder: Path) -> None:

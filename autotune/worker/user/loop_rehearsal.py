@@ -195,7 +195,8 @@ class LoopParts(Parts, Listener):
             self._given = self._given + 1 if data is self._latest else 1
             self._latest, self._own_batches = data, length(batches)
             return give(batches)
-        if any(data is each for each in self._data):
+        # A validation may be on the training's own data, too.
+        if (torch.is_grad_enabled() or not self._is_epoch_over) and any(data is each for each in self._data):
             if self._evaluated is not None:
                 self.end()
             return self._training_batch(give, batches, data)
