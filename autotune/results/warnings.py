@@ -72,35 +72,12 @@ def notes(report: Report) -> Iterator[str]:
         yield from _host_notes(report, best, measured)
     if best is not None:
         yield from sharding_notes(best.candidate)
-    if baseline is not None and report.workload["task"] == "own" and request["effective_batch"] is not None:
-        alone = dataclasses.replace(baseline.candidate, arm=Arm())
-        own = alone.samples_per_step * request["world_size"]
-        if own != request["effective_batch"]:
-            yield f"your own settings train at effective batch {own}, not {request['effective_batch']}"
     if (facts := data_facts(report.workload)) is not None and facts.without_text:
         yield (
             f"{facts.without_text:,} of the data's samples have no text (missing or empty) and are trained on as empty "
             "texts: remove them"
         )
-    if measured and report.workload["task"] == "own" and measured.step_seconds < _SHORT_STEP_SECONDS:
-        yield (
-            f"watching a step of your own code takes 0.2 to 0.6 ms of the host, and the winner's takes "
-            f"{format_seconds(measured.step_seconds)}: your own run may be faster than is promised"
-        )
     yield from _own_code_notes(report)
-    if measured and measured.evaluation_seconds is not None:
-        often = f"every {plural(measured.evaluates_every, 'step')}" if measured.evaluates_every else "in a step"
-        yield (
-            f"your code evaluates {often}, for {format_seconds(measured.evaluation_seconds)}, which the speed leaves "
-            "out and the peak has in it"
-        )
-    if measured and measured.saving_seconds:
-        yield (
-            f"your code saves in each step, for {format_seconds(measured.saving_seconds)} of which no figure tells: "
-            "a step of your own run takes so much longer"
-        )
-    if report.source is not None and (why := report.source.interface.memory_unknown):
-        yield f"memory was not predicted, so that trials found out what fits: {why}"
     yield from _reused(report)
     if request["world_size"] > request.get("ranks", 1):
         yield f"measured on one device; {request['world_size']} devices also spend time on exchanging gradients"
@@ -245,12 +222,35 @@ def sharding_notes(winner: Candidate) -> Iterator[str]:
 
 
 def _own_code_notes(report: Report) -> Iterator[str]:
-    """Yield notes where the user's own code trains otherwise with other settings: its batch, its precision."""
+    """Yield notes on the user's own code: what it does beside its steps, and otherwise with other settings."""
+    request, baseline, measured = report.study.request, report.baseline, measurement(report.best)
     interface = report.source.interface if report.source is not None else CodeInterface()
+    if baseline is not None and report.workload["task"] == "own" and request["effective_batch"] is not None:
+        own = dataclasses.replace(baseline.candidate, arm=Arm()).samples_per_step * request["world_size"]
+        if own != request["effective_batch"]:
+            yield f"your own settings train at effective batch {own}, not {request['effective_batch']}"
+    if measured and report.workload["task"] == "own" and measured.step_seconds < _SHORT_STEP_SECONDS:
+        yield (
+            f"watching a step of your own code takes 0.2 to 0.6 ms of the host, and the winner's takes "
+            f"{format_seconds(measured.step_seconds)}: your own run may be faster than is promised"
+        )
     if (why := interface.batch_matters) is not None:
         yield f"{why}: with another per-device batch it is another training, also at the same effective batch"
     if interface.casts_weights:
         yield "{precision} is the dtype of the weights here: in 16 bits they are trained without a float32 copy"
+    if measured and measured.evaluation_seconds is not None:
+        often = f"every {plural(measured.evaluates_every, 'step')}" if measured.evaluates_every else "in a step"
+        yield (
+            f"your code evaluates {often}, for {format_seconds(measured.evaluation_seconds)}, which the speed leaves "
+            "out and the peak has in it"
+        )
+    if measured and measured.saving_seconds:
+        yield (
+            f"your code saves in each step, for {format_seconds(measured.saving_seconds)} of which no figure tells: "
+            "a step of your own run takes so much longer"
+        )
+    if why := interface.memory_unknown:
+        yield f"memory was not predicted, so that trials found out what fits: {why}"
 
 
 def _reused(report: Report) -> Iterator[str]:
