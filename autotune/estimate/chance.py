@@ -10,8 +10,7 @@ from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, OutOfMemory
-from autotune.estimate.feasibility import failed_without_verdict
-from autotune.estimate.history import History, Tried
+from autotune.estimate.history import History, Tried, failed_without_verdict
 from autotune.estimate.speed_model import normal_cdf
 from autotune.space.arms import levers_of, memory_class, needs_at_least, without
 from autotune.space.levers import HALF, PRIORS
@@ -322,6 +321,10 @@ class Chances:
             if batch < limit:
                 runs += weight * (1 - _CANDIDATE_FAILS) * (whole / (broken + whole) if whole else 0.0)
         return chance * runs / total
+
+    def failed_from(self, arm: Arm) -> float:
+        """Return the smallest batch at which an arm failed for another reason than memory; infinite without one."""
+        return min(self._failures.get(arm, ()), default=math.inf)
 
     def _evidence(self, arm: Arm, limit: float) -> tuple[float, float]:
         """Return prior times likelihood of an arm's trials, if it is broken and if not.

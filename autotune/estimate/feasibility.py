@@ -4,41 +4,39 @@ Every policy asks this module, also the one that passes on what Optuna's sampler
 
 What a trial rules out depends on how it ended. Out of memory on the device rules out that batch and larger ones, in
 every arm that needs at least as much memory. Out of host memory, or an error, rules out the candidate alone. An arm
-that failed at several batches and completed at none is doubtful: its other batches wait until nothing else is left.
+that failed at several batches and completed at none hardly runs at another: these wait until nothing else is left.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Failed, OutOfMemory
+from autotune.estimate.chance import Chances
 from autotune.estimate.history import History
 from autotune.estimate.memory import LEAST_EXPANDABLE_EXCESS
 from autotune.estimate.pooling import Tried, replays_graphs
 from autotune.space.arms import changed
 from autotune.space.space import Space
 
-# An arm with failures at this many batches and no success is doubtful. Policies try the next batch halfway between the
-# last failure and the smallest batch, so three failures reach well below batches that are too large for a kernel.
-_DOUBTFUL_FROM = 3
-# How many more batches of a doubtful arm are tried once nothing else is left.
-_LAST_TRIES = 2
-
-
-def failed_without_verdict(tried: Tried) -> bool:
-    """Return whether a trial ended in a way that says nothing about device memory."""
-    outcome = tried.outcome
-    return isinstance(outcome, Failed) or (isinstance(outcome, OutOfMemory) and outcome.where == "host")
+LEAST_CHANCE = 0.03
+"""As long as others are left, a candidate waits that is less likely to run, or to fit where nothing fitted yet. An arm
+whose batch was halved after each of three failures is below it: they reach batches that are small enough for a kernel.
+A choice."""
 
 
 class Judge:
-    """Decides what may be tried, given the space and the history."""
+    """Decides what may be tried, given the space and the history as it is now."""
 
     def __init__(self, space: Space, history: History) -> None:
         self._space, self._history = space, history
+
+    @functools.cached_property
+    def _chances(self) -> Chances:
+        return Chances(self._history)
 
     def is_open(self, candidate: Candidate) -> bool:
         """Return whether a candidate is new, and ruled out by no trial or prediction."""
@@ -76,11 +74,6 @@ class Judge:
         if not candidate.arm.sync_each_batch or not self._space.contains(plain):
             return False
         return not (candidate.accumulates and self._history.is_ruled_out(plain))
-
-    def is_doubtful(self, arm: Arm) -> bool:
-        """Return whether an arm failed at several batches and completed at none."""
-        completed = any(t.measurement for t in self._history.tried if t.candidate.arm == arm)
-        return not completed and self._failures(arm) >= _DOUBTFUL_FROM
 
     def in_expandable_segments(self, tried: Tried) -> Candidate | None:
         """Return the candidate with expandable segments, for a trial that was over the line by fragmentation alone.
@@ -123,12 +116,11 @@ class Judge:
         return sorted(reachable)
 
     def _may_fit_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> bool:
-        """Return whether a candidate with a batch at this multiple is open or running, doubtful arms left out."""
-        pending = self._history.pending
+        """Return whether a candidate with a batch at this multiple is running, or is open and not unlikely to run."""
         return any(
-            candidate in pending or self.is_open(candidate)
+            candidate in self._history.pending
+            or (self.is_open(candidate) and self._chances.runs(candidate) > LEAST_CHANCE)
             for candidate in self.candidates_at(multiple, arms)
-            if not self.is_doubtful(candidate.arm)
         )
 
     def candidates_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
@@ -140,7 +132,7 @@ class Judge:
     def last_resort(self) -> Candidate | None:
         """Return the next candidate to try where nothing has fitted yet, with the smallest batch first.
 
-        What is left then are candidates that only a prediction rules out, and the smallest batches of doubtful arms.
+        What is left then are candidates that only a prediction rules out, and smaller batches than failed.
         Returns ``None`` where something fits, or where trials show that nothing does.
         """
         if any(self._space.contains(tried.candidate) for tried in self._history.believed()):
@@ -152,14 +144,9 @@ class Judge:
             if not (self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate))
             and not self._history.outcomes_of(candidate)
             and self._history.ruled_out_by(candidate) is None
-            and (not self.is_doubtful(candidate.arm) or self._failures(candidate.arm) < _DOUBTFUL_FROM + _LAST_TRIES)
+            and candidate.per_device_train_batch_size < self._chances.failed_from(candidate.arm)
         ]
         return min(left, key=lambda c: (c.per_device_train_batch_size, not c.arm.gradient_checkpointing), default=None)
-
-    def _failures(self, arm: Arm) -> int:
-        """Return the number of batch sizes at which an arm failed."""
-        tried = (t for t in self._history.tried if t.candidate.arm == arm and failed_without_verdict(t))
-        return len({t.candidate.per_device_train_batch_size for t in tried})
 
     def is_in_turn(self, candidate: Candidate) -> bool:
         """Return whether a candidate proposed by an Optuna sampler, which knows no rule of this module, may run now.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import Ceiling
 from autotune.core.options import Objective
-from autotune.core.outcome import Completed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.estimate.memory import MemoryModel
 from autotune.estimate.pooling import Deviations, Kind, Pool, Speed
 from autotune.estimate.pooling import Tried as Tried
@@ -23,6 +23,12 @@ def cap_of(arm: Arm, ceiling: Ceiling) -> int:
     whether the candidate fits, so the trial runs under the line itself.
     """
     return ceiling.line_bytes if arm.expandable_segments else ceiling.cap_bytes
+
+
+def failed_without_verdict(tried: Tried) -> bool:
+    """Return whether a trial ended in a way that says nothing about device memory."""
+    outcome = tried.outcome
+    return isinstance(outcome, Failed) or (isinstance(outcome, OutOfMemory) and outcome.where == "host")
 
 
 def ran_in_full(candidate: Candidate, outcome: Outcome) -> bool:

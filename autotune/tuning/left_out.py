@@ -8,12 +8,11 @@ import numpy as np
 
 from autotune.core.candidate import Arm
 from autotune.estimate.chance import Chances
-from autotune.estimate.feasibility import Judge
+from autotune.estimate.feasibility import LEAST_CHANCE, Judge
 from autotune.estimate.history import History, speed_of
 from autotune.estimate.speed_model import SpeedModel
 from autotune.space.space import Space
 from autotune.store.records import LeftOut
-from autotune.tuning.policy import LEAST_CHANCE
 
 
 def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:

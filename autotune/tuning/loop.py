@@ -23,9 +23,8 @@ from autotune.core.rehearsal import Rehearsal
 from autotune.core.schema import decode
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.devices.gpus import chip_of_device
-from autotune.estimate.feasibility import failed_without_verdict
 from autotune.estimate.gpu_time import calibrated
-from autotune.estimate.history import History, batch_of, cap_of
+from autotune.estimate.history import History, batch_of, cap_of, failed_without_verdict
 from autotune.estimate.pooling import Speed, Tried
 from autotune.estimate.step_time import StepForecast
 from autotune.execution import Executor, TrialJob

@@ -20,8 +20,8 @@ import numpy as np
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
 from autotune.estimate.chance import Chances
-from autotune.estimate.feasibility import Judge, failed_without_verdict
-from autotune.estimate.history import History, Tried, batch_of, speed_of
+from autotune.estimate.feasibility import LEAST_CHANCE, Judge
+from autotune.estimate.history import History, Tried, batch_of, failed_without_verdict, speed_of
 from autotune.estimate.speed_model import Floats, SpeedModel, extra_seconds
 from autotune.space.arms import memory_class, never_slower
 from autotune.space.space import Space
@@ -65,7 +65,7 @@ class MaxBatchPolicy(Policy):
         seen = set()
         for arm in sorted(space.arms, key=lambda arm: not arm.gradient_checkpointing):
             tried = [t for t in history.tried if t.candidate.arm == arm and space.contains(t.candidate)]
-            if memory_class(arm) in seen or judge.is_doubtful(arm):
+            if memory_class(arm) in seen:
                 continue
             if not any(map(failed_without_verdict, tried)):
                 # This arm may fail for reasons other than memory, where another of its memory class does not.
@@ -91,7 +91,10 @@ class MaxBatchPolicy(Policy):
         # A batch that failed or is under way says nothing about memory, so a neighbour is tried instead.
         for away in (0, 1, -1, 2, -2):
             at = max(0, likely - 1) + away
-            if 0 <= at < len(above) and judge.is_open(candidate := self._space.candidate(arm, above[at])):
+            if not 0 <= at < len(above):
+                continue
+            candidate = self._space.candidate(arm, above[at])
+            if judge.is_open(candidate) and chances.runs(candidate) > LEAST_CHANCE:
                 return candidate
         return None
 
@@ -103,8 +106,6 @@ _GAIN_A_SECOND = 0.0005
 """What each second beyond a usual trial has to promise in addition: a minute 3 %. A choice."""
 _TRIAL_SECONDS, _TRIAL_STEPS = 3.0, 6
 """Seconds of a trial without its steps, and the number of its steps: small models on an H200."""
-LEAST_CHANCE = 0.03
-"""Where nothing fits so far, candidates that are less likely to fit wait until nothing else is left. A choice."""
 _LIKELY = 0.5
 """A batch that is less likely to fit than this is approached from below. A choice."""
 _SURELY = 0.9

@@ -294,6 +294,13 @@ class TestLevels:
         run_candidate(eight, runner, history)
         assert judge.is_in_turn(four)
 
+    @pytest.mark.parametrize(("failed", "last"), [(8, 1), (2, 1), (1, None)])
+    def test_the_last_resort_is_a_batch_below_all_that_failed(self, failed: int, last: int | None) -> None:
+        space, history = Space(arms("bf16", checkpointing="off"), Batches(16)), History(ceiling_of(20 * GIB))
+        history.add(Tried("0", space.candidate(Arm("bf16"), failed), fault()))
+        found = Judge(space, history).last_resort()
+        assert (found and found.per_device_train_batch_size) == last
+
 
 class TestExhaustive:
     def test_every_recorded_cell_but_those_known_not_to_fit(self) -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 from recorded import ComputedRunner, measurement
-from searching import BERT_LARGE, H200, ceiling_of, new_store, prepared, request, search
+from searching import BERT_LARGE, H200, ceiling_of, new_store, request, search
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.code_interface import CodeInterface
 from autotune.core.outcome import Completed, Failed, Outcome
 from autotune.core.training_source import TrainingSource
 from autotune.core.units import GIB
-from autotune.estimate.feasibility import Judge
+from autotune.estimate.chance import Chances
+from autotune.estimate.feasibility import LEAST_CHANCE
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import deviations
 from autotune.execution.executor import TrialJob
@@ -198,10 +199,10 @@ class TestTimeLimit:
 
 def test_a_timeout_counts_as_one_failure() -> None:
     history, arm = Told().history, Arm("bf16")
-    judge = Judge(prepared().space, history)
     for failures, batch in enumerate((64, 32, 16), start=1):
         history.add(Tried(str(batch), Candidate(arm, batch, 64 // batch), Failed("timeout", "too slow")))
-        assert judge.is_doubtful(arm) == (failures == 3)
+        waits = Chances(history).runs(Candidate(arm, batch // 2, 128 // batch)) < LEAST_CHANCE
+        assert waits == (failures == 3), "a batch waits after three failures at larger ones"
 
 
 @pytest.mark.parametrize(("is_own", "steps"), [(False, 0), (True, 1)], ids=["the defaults", "a script's own settings"])
