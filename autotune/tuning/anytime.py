@@ -203,7 +203,7 @@ class Anytime:
     def _variants(
         self, history: History, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]
     ) -> Iterator[Candidate]:
-        """Yield variants: with one or two levers more, fewer layers that recompute, or the next batch up or down."""
+        """Yield variants: with one or two levers more, less that recomputes, or the next batch up or down."""
         rows = self._further_levers(candidate, failed, doubtful)
         for row in rows:
             changed_one = self._with_lever(candidate, row, failed)
@@ -220,6 +220,10 @@ class Anytime:
         if levers_of(candidate.arm, self._levers):
             for is_larger in (True, False):
                 yield from self._neighbours(candidate, larger=is_larger)[:1]
+            if candidate.arm.gradient_checkpointing:
+                # A step that no longer waits for the host needs no batch for which it has to recompute.
+                keeps = replace(candidate, arm=changed(candidate.arm, gradient_checkpointing=False))
+                yield from (keeps, *self._neighbours(keeps, larger=False))
 
     def _with_lever(self, candidate: Candidate, row: Lever, failed: frozenset[str]) -> Candidate:
         """Return a candidate with a lever, and with the settings that the lever is tried together with."""

@@ -297,7 +297,7 @@ class TestTexts:
         assert len(tried) <= 12
 
     def test_nothing_is_compiled_for_lengths_without_end_and_rows_also_keep_activations(self) -> None:
-        """An answer that recomputes: compiling needs few lengths first, and rows take less time and less memory."""
+        """An answer that recomputes: compiling needs few lengths first; rows, and smaller batches, keep activations."""
         plain, recomputing = Arm("bf16"), Arm("bf16", gradient_checkpointing=True)
         late = frozenset({"torch_compile", "length_multiple", "padding_free"})
         space = Space((plain, recomputing), Batches(16), late=late, shapes_vary=True, multiples=(128, 1024))
@@ -306,6 +306,10 @@ class TestTexts:
         found = [each.arm for each in Anytime(space).candidates(history, {root})]
         assert not any(arm.torch_compile and not arm.length_multiple for arm in found)
         assert {arm.gradient_checkpointing for arm in found if arm.padding_free} == {False, True}
+        rows = Candidate(replace(recomputing, padding_free=True, length_multiple=1024), 16)
+        history.add(measured_at(rows, 0.5, 20 * GIB, gpu_busy_share=1.0))
+        keeping, changes = replace(rows.arm, gradient_checkpointing=False), Anytime(space).candidates(history, {rows})
+        assert {each.per_device_train_batch_size for each in changes if each.arm == keeping} == {8, 16}
 
 
 class TestPrecisions:

@@ -283,7 +283,7 @@ class TestLevels:
     def test_a_lower_level_is_premature_until_all_above_is_known_not_to_fit(self) -> None:
         space = Space(arms("bf16", checkpointing="off"), Batches(16))
         history = History(ceiling_of(20 * GIB))
-        four, eight = (space.candidate(Arm("bf16"), batch) for batch in (4, 8))
+        one, two, four, eight = (space.candidate(Arm("bf16"), batch) for batch in (1, 2, 4, 8))
         runner = slow_and_large(5000 * MIB)
         judge = Judge(space, history)
         assert not judge.is_in_turn(four)
@@ -293,13 +293,9 @@ class TestLevels:
         runner.faults[eight] = [fault()]
         run_candidate(eight, runner, history)
         assert judge.is_in_turn(four)
-
-    @pytest.mark.parametrize(("failed", "last"), [(8, 1), (2, 1), (1, None)])
-    def test_the_last_resort_is_a_batch_below_all_that_failed(self, failed: int, last: int | None) -> None:
-        space, history = Space(arms("bf16", checkpointing="off"), Batches(16)), History(ceiling_of(20 * GIB))
-        history.add(Tried("0", space.candidate(Arm("bf16"), failed), fault()))
-        found = Judge(space, history).last_resort()
-        assert (found and found.per_device_train_batch_size) == last
+        for failed, last in ((two, one), (one, None)):
+            history.add(Tried("", failed, fault()))
+            assert Judge(space, history).last_resort() == last, "a batch below all that failed"
 
 
 class TestExhaustive:
