@@ -111,7 +111,8 @@ def cell(spread: float, equal: int, known: int, cheap: bool, runs: int, seed: in
         promised = history.speed(winner.candidate)
         assert promised is not None, "a winner has a speed"
         # Of a step, all candidates have the same samples and the same true time: one second.
-        beyond = machine.process() - math.log(winner.candidate.samples_per_step) - promised.next_run.mean
+        later = rng.gauss(0, promised.later_deviation)
+        beyond = later + machine.process() - math.log(winner.candidate.samples_per_step) - promised.next_process.mean
         width = promised.relative_half_width
         inside += abs(beyond) <= width
         below += beyond > width

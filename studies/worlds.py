@@ -504,7 +504,8 @@ def _result(world: World, prepared: Prepared, plan: Plan, machine: Machine) -> R
             speed = plan.history.speed(best.candidate)
             assert speed is not None
             low, high = speed.interval()
-            following = world.speed(best.candidate) / machine.process_factor(best.candidate)
+            later = random.Random(world.seed).gauss(0, speed.later_deviation)
+            following = world.speed(best.candidate) / machine.process_factor(best.candidate) * math.exp(later)
             covered, width, processes = low <= following <= high, speed.relative_half_width, speed.processes
     return Result(
         seed=world.seed,

@@ -78,7 +78,7 @@ def effort_of(
     if best is None or best.measurement is None:
         return effort
     speed = history.speed(best.candidate)
-    doubt = speed.next_run.half_width(CONFIDENCE) if speed is not None else 0.0
+    doubt = speed.next_process.half_width(CONFIDENCE) if speed is not None else 0.0
     slower = min(_BEHIND, math.exp(-doubt))
     behind = candidate.samples_per_step / (slower * best.measurement.samples_per_second)
     if candidate.arm.non_blocking:

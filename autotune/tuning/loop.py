@@ -577,7 +577,7 @@ class Search:
         if self._library is None or not isinstance(ended.outcome, Completed) or any(self._plan.owed):
             return
         ratio = ended.outcome.measurement.samples_per_second / expected.samples_per_second
-        if abs(math.log(ratio)) <= max(expected.relative_half_width, _SAME_SPEED):
+        if abs(math.log(ratio)) <= max(expected.next_process.half_width(), _SAME_SPEED):
             return
         self._library = None
         self._store.drop_reused_trials(self._study.id)

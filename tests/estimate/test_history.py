@@ -1,6 +1,7 @@
 """Test what a search concludes from its trials: what cannot fit, what is best, and how far its next run may be off."""
 
 import dataclasses
+import math
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -255,8 +256,8 @@ def test_a_winner_that_replays_cuda_graphs_is_promised_by_what_was_measured_of_i
     noisy, steady = (0.95, 1.05) * 3, (0.99, 1.01) * 3
     replayed = [process(2132, REPLAYED, 0.58, noisy), process(2225, REPLAYED, 0.58, steady)]
     launched = [process(2132, BF16, 0.58, noisy), process(2225, BF16, 0.58, steady)]
-    assert 0.05 < pooled(*replayed).relative_half_width < 0.1
-    assert pooled(*launched).relative_half_width > 0.15
+    assert 0.05 < pooled(*replayed).next_process.half_width() < 0.1
+    assert pooled(*launched).next_process.half_width() > 0.15
 
 
 @pytest.mark.parametrize("arm", [REPLAYED, GRAPHS])
@@ -274,8 +275,14 @@ def test_how_launched_steps_deviate_says_nothing_of_replayed_ones(arm: Arm) -> N
 def test_the_third_process_of_a_new_machine_has_the_prior_yield() -> None:
     """Two deviations of 5 %: of Student's t with two degrees of freedom, 4.3 standard errors and no less."""
     speeds = (1000.0, 1050.0, 950.0)
-    assert pooled(process(1000)).relative_half_width == pytest.approx(0.03, abs=0.007)
-    assert pooled(*map(process, speeds)).relative_half_width > 4.0 * 0.05
+    assert pooled(process(1000)).next_process.half_width() == pytest.approx(0.03, abs=0.007)
+    assert pooled(*map(process, speeds)).next_process.half_width() > 4.0 * 0.05
+
+
+@pytest.mark.parametrize(("busy", "later"), [(0.97, 0.069), (None, 0.069), (0.5, 0.098)])
+def test_a_later_run_may_be_faster_or_slower_than_all_processes_of_a_search(busy: float | None, later: float) -> None:
+    found = pooled(process(1000, busy=busy))
+    assert found.relative_half_width == pytest.approx(math.hypot(found.next_process.half_width(), later), rel=0.01)
 
 
 def test_steps_that_explain_how_processes_differ_leave_less_between_them() -> None:
