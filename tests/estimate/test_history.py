@@ -1,8 +1,8 @@
 """Test what a search concludes from its trials: what cannot fit, what is best, and how far its next run may be off."""
 
 import dataclasses
-import math
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
