@@ -30,12 +30,7 @@ RESTART_SECONDS = 15.0
 _POLL_SECONDS = 0.25
 # A server that vanished without a word, as behind a cut network, is given up after a minute; by default Linux waits for
 # two hours. Choices: shorter than two leases of a study.
-_LOST_PEER = {
-    "keepalives_idle": 30,
-    "keepalives_interval": 10,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 60_000,
-}
+_LOST_PEER = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
 # "autotune" as a number: whoever changes the tables holds the advisory lock of this number.
 _MIGRATION_LOCK = int.from_bytes(b"autotune")
 

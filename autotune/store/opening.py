@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -29,12 +30,7 @@ from autotune.store.repository import Store
 from autotune.store.tables import PREFIX, VERSION_TABLE
 
 
-def open_store(
-    location: str,
-    *,
-    create: bool = True,
-    lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS,
-) -> Store:
+def open_store(location: str, *, create: bool = True, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Store:
     """Open the database at a path or SQLAlchemy URL, with autotune's tables up to date.
 
     A missing file is created, with its folders, unless ``create`` is false; so are the tables in a server's database.
@@ -156,14 +152,20 @@ def _inspect(engine: Engine, place: Location) -> tuple[bool, bool]:
                 "choose another file with --storage",
             )
         revision = recorded_revision(connection)
-    scripts = ScriptDirectory(migrations_folder())
-    if revision is not None and revision not in {script.revision for script in scripts.walk_revisions()}:
+    known, head = _revisions(migrations_folder())
+    if revision is not None and revision not in known:
         raise StorageError(
-            f"{place.label} was written by a newer autotune (revision {revision}, this one knows "
-            f"{scripts.get_current_head()})",
+            f"{place.label} was written by a newer autotune (revision {revision}, this one knows {head})",
             f"upgrade autotune, or {place.another}",
         )
-    return has_tables, revision is not None and revision == scripts.get_current_head()
+    return has_tables, revision is not None and revision == head
+
+
+@functools.cache
+def _revisions(folder: Path) -> tuple[frozenset[str], str | None]:
+    """Return all revisions in a folder, and the newest. To read them took a third of the time of opening a store."""
+    scripts = ScriptDirectory(folder)
+    return frozenset(script.revision for script in scripts.walk_revisions()), scripts.get_current_head()
 
 
 def migrations_folder() -> Path:
@@ -179,7 +181,7 @@ def migrations_folder() -> Path:
 def head_revision() -> str:
     """Return the newest revision that this autotune knows."""
     folder = migrations_folder()
-    head = ScriptDirectory(folder).get_current_head()
+    _, head = _revisions(folder)
     if head is None:
         raise StorageError(f"there are no migrations in {folder}", "install autotune again with pip")
     return head
