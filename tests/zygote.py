@@ -36,8 +36,8 @@ _ROOM = "." * 200
 """An argument that nobody reads: a command line is shown where this process's own one was, see ``_show_command``."""
 _MODULES = (
     "autotune.api", "autotune.cli.main",
-    "autotune.cli.search", "autotune.cli.predict", "autotune.cli.studies", "autotune.cli.studies",
-    "autotune.cli.verify", "autotune.cli.view", "autotune.cli.devices", "autotune.cli.studies",
+    "autotune.cli.search", "autotune.cli.predict", "autotune.cli.studies", "autotune.cli.doctor",
+    "autotune.cli.verify", "autotune.cli.view", "autotune.cli.devices",
     "autotune.engine.local", "autotune.execution.gpu_monitor", "autotune.results.html", "autotune.results.text",
     "autotune.results.json_document", "autotune.store.opening", "autotune.tuning.answer_cache", "autotune.tuning.loop",
     "autotune.tuning.narrator", "autotune.tuning.run", "autotune.tuning.predictions",
