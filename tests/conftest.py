@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +25,6 @@ from autotune.devices.listing import find_device
 _ENOUGH_BYTES = 4 << 30
 """The folders of three runs, which pytest keeps, took 1.0 GB."""
 
-
-def _has_room(folder: Path) -> bool:
-    """Tell whether files of tests can lie in a folder."""
-    return os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > _ENOUGH_BYTES
-
-
 # How long an example takes, or is drawn, is the machine's matter: 200 ms pass quickly where others run on it, too.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
@@ -39,7 +34,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Files of tests lie in memory where there is room for them: a commit of SQLite took 0.23 ms of processor time on a disk
 # and 0.015 ms there, and waits for a disk besides.
-if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _has_room(Path("/dev/shm")):
+_free_bytes = shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _free_bytes > _ENOUGH_BYTES:
     os.environ["PYTEST_DEBUG_TEMPROOT"] = "/dev/shm"
 
 # Searches in tests hold their locks among themselves: another one on this machine is no matter of theirs.
@@ -58,6 +54,17 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 # A shell that runs the tests in the background has SIGINT ignored, and processes inherit that; some tests send one.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_slow_collections: list[float] = []
+
+
+@gc.callbacks.append
+def _time_collection(phase: str, info: dict[str, int]) -> None:
+    """Keep when a collection of all garbage began that took more than 10 ms."""
+    if info["generation"] == 2 and phase == "start":
+        _slow_collections.append(time.thread_time())
+    elif info["generation"] == 2 and time.thread_time() - _slow_collections[-1] < 0.01:
+        _slow_collections.pop()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -83,8 +90,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Freeze again what a test has imported, or a step on fake tensors has unfrozen."""
-    # A Trainer collects all garbage, which took 0.4 s with the million objects of all tests.
-    if len(gc.get_objects(generation=2)) > 50_000:
+    # A Trainer collects all garbage: 0.4 s with the million objects of all tests. To count them took 2 ms a test.
+    if _slow_collections:
+        _slow_collections.clear()
         gc.collect(1)
         gc.freeze()
 
