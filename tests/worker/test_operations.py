@@ -42,10 +42,10 @@ for name, task in (("bert-tiny", "sequence-classification"), ("gpt2-tiny", "caus
             documents.append(encode(training.operations))
         # Each operation by itself, without the results of earlier ones.
         known, Shortcuts.key = Shortcuts.key, lambda *_: None
-        silent, Shortcuts._changes_only = Shortcuts._changes_only, lambda *_: False
+        silent, Shortcuts._changes_only_values = Shortcuts._changes_only_values, lambda *_: False
         alone = training.trace(61)
         documents.append(encode(training.operations))
-        Shortcuts.key, Shortcuts._changes_only = known, silent
+        Shortcuts.key, Shortcuts._changes_only_values = known, silent
         events = [sort_offers(trace.events) for trace in (traces[0], alone)]
         same = events[0] == events[1] and traces[0].labels == alone.labels and traces[0].parts == alone.parts
         found[f"{name} {arm.describe()}"] = {"config": workload.config, "documents": documents, "same": same}

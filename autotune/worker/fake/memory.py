@@ -33,16 +33,16 @@ _ROUND_LARGE = 2 * MIB  # kRoundLarge
 
 
 class OutOfCapError(Exception):
-    """The cap was exceeded even after every cached segment was freed."""
+    """Reserved memory would exceed its cap, even after every cached segment was freed."""
 
 
 @dataclass(eq=False, slots=True)
 class _Block:
-    """A block of a segment. Neighbours are linked, so that free ones can be merged."""
+    """A part of a segment, in use or free. Neighbours are linked, so that free ones can be merged."""
 
     address: int
     size: int
-    small: bool
+    small: bool  # in a segment of 2 MiB, for requests of up to 1 MiB
     stream: int
     previous: _Block | None = None
     next: _Block | None = None
@@ -52,7 +52,7 @@ class _Block:
 class CachingAllocator:
     """Simulates CUDA's caching allocator: counts allocated and reserved bytes and their peaks.
 
-    Allocations are named by numbers. With ``cap_bytes``, reserved bytes never exceed this cap.
+    Its caller gives each allocation a number. Reserved bytes never exceed ``cap_bytes``, if given.
     """
 
     def __init__(self, cap_bytes: int | None = None) -> None:
@@ -65,7 +65,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
 
     def allocate(self, number: int, size_bytes: int, stream: int = 0) -> None:
-        """Allocate from the cache or a new segment. Raises ``OutOfCapError`` where both are impossible."""
+        """Allocate from the cache, else from a new segment. Raises ``OutOfCapError`` where that exceeds the cap."""
         size = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES or BLOCK_BYTES
         small = size <= _SMALL
         free = self._free[stream, small]
@@ -80,8 +80,9 @@ class CachingAllocator:
             self.peak_allocated_bytes = self.allocated_bytes
 
     def release(self, number: int) -> None:
-        """Free an allocation into the cache, and merge it with free neighbours. ``replay`` makes none of 0 bytes."""
+        """Free an allocation into the cache, and merge its block with free neighbours."""
         if (block := self._alive.pop(number, None)) is None:
+            # ``replay`` leaves out allocations of 0 bytes, but not their releases.
             return
         self.allocated_bytes -= block.size
         block.free = True
@@ -93,7 +94,7 @@ class CachingAllocator:
         bisect.insort(self._free[block.stream, block.small], (block.size, block.address, block))
 
     def _new_segment(self, size: int, small: bool, stream: int) -> _Block:
-        """Return the block of a new segment. Empties the cache first, if the cap requires it."""
+        """Reserve a segment, and return its block. Raises ``OutOfCapError`` if the cap is too low for it."""
         if small:
             segment = _SMALL_SEGMENT
         else:
@@ -143,9 +144,10 @@ class CachingAllocator:
 def replay(
     events: Iterable[tuple[int, int]], cap_bytes: int | None = None, stream_of: Callable[[int], int] | None = None
 ) -> CachingAllocator:
-    """Simulate allocations and releases in order. Raises ``OutOfCapError`` where the cap is exceeded.
+    """Simulate the allocations and releases of a trace, and return the allocator with its peaks.
 
-    ``stream_of`` returns the CUDA stream of an allocation; ``None`` means the default stream.
+    ``stream_of`` returns the CUDA stream of an allocation; ``None``: all are in the default stream. Raises
+    ``OutOfCapError`` where reserved memory would exceed ``cap_bytes``.
     """
     allocator = CachingAllocator(cap_bytes)
     allocate, release = allocator.allocate, allocator.release
@@ -177,6 +179,7 @@ class Size:
         """Return the bytes at a batch."""
         size = self.per_sample * batch + self.constant
         if self.logits is not None:
+            # ``pieces_of`` multiplies tokens by words, and these are logits already.
             return -(-size // pieces_of(self.logits * batch, 1))
         if self.columns is None:
             return size
@@ -189,7 +192,7 @@ For its release: its number and ``None``. Plain tuples, as there are tens of tho
 
 
 class ScalableStep:
-    """The allocations of an optimizer step at any per-device batch and accumulation."""
+    """The allocations of an optimizer step at any per-device batch and accumulation, from one traced step."""
 
     def __init__(self, trace: Trace, batch: int, alone: ScalableStep | None = None) -> None:
         """Take the trace of a step of two micro-steps at a batch; each size becomes affine in the batch.
@@ -201,40 +204,38 @@ class ScalableStep:
         self._alone = alone
         self._sizes = {n: _size(trace, n, size, batch) for n, size in trace.events if size != DEATH}
         self._shift = max(self._sizes) + 1
-        self._begins = trace.parts["first inputs"]
-        loads = trace.events[trace.parts["first inputs"] : trace.parts["second inputs"]]
-        ended = {number for number, size in loads if size == DEATH}
-        self._inputs = [number for number, size in loads if size != DEATH and number not in ended]
-        self._with_origins: dict[int, list[_Event]] = {}
+        """What is added to the numbers of allocations once or more, to number those of a copied part of the step."""
+        self._set_up_ends_at = trace.parts["first inputs"]
+        loads = trace.events[self._set_up_ends_at : trace.parts["second inputs"]]
+        released = {number for number, size in loads if size == DEATH}
+        self._inputs = [number for number, size in loads if size != DEATH and number not in released]
+        self._two_steps_of: dict[int, list[_Event]] = {}
         """The events of ``_two_steps`` by accumulation, made once each."""
 
     def step_for(self, accumulation: int) -> ScalableStep:
-        """Return the traced step for this accumulation, to which labels and streams belong."""
+        """Return the step whose trace is used for this accumulation: its own labels and streams belong to it."""
         return self._alone if self._alone is not None and accumulation == 1 else self
 
     def at(self, batch: int, chip: Chip, *, accumulation: int) -> Events:
         """Return the events of set-up and two optimizer steps of ``accumulation`` micro-steps at ``batch`` on ``chip``.
 
-        The inputs of all micro-steps are included. Two micro-steps stand for any larger number, since later ones repeat
-        the second.
+        The inputs of all micro-steps are included, but the events of two micro-steps at most: all later ones repeat
+        those of the second, and so reach the same peak.
         """
         if (step := self.step_for(accumulation)) is not self:
             return step.at(batch, chip, accumulation=accumulation)
         sizes = {number: size.at(batch, chip) for number, size in self._sizes.items()}
-        if accumulation not in self._with_origins:
-            self._with_origins[accumulation] = self._two_steps(accumulation)
-        return [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._with_origins[accumulation]]
+        if accumulation not in self._two_steps_of:
+            self._two_steps_of[accumulation] = self._two_steps(accumulation)
+        return [(n, DEATH if origin is None else sizes[origin]) for n, origin in self._two_steps_of[accumulation]]
 
     def label(self, number: int) -> str:
-        """Return the kind of an allocation in either step."""
+        """Return the kind (``weights``, ``activations``, …) of an allocation in either of the two steps."""
         return self._trace.labels[number % self._shift]
 
     @property
     def stream_of(self) -> Callable[[int], int] | None:
-        """The CUDA stream of an allocation in either step, 0 for the default stream.
-
-        ``None`` where all are in the default stream.
-        """
+        """The function that returns an allocation's CUDA stream, 0 for the default; ``None``: all are in that one."""
         streams, shift = self._trace.streams, self._shift
         return (lambda number: streams.get(number % shift, 0)) if streams else None
 
@@ -244,30 +245,30 @@ class ScalableStep:
         return sum(-(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES for size_bytes in sizes)
 
     def _two_steps(self, accumulation: int) -> list[_Event]:
-        """Return set-up, the step, and the step again without allocations that persist (optimizer state).
+        """Return the events of set-up, of the first step, and of a second step without what persists (optimizer state).
 
         The Trainer keeps the inputs of one step until it has those of the next (``Trainer.get_batch_samples``).
         """
         loads, step = self._step(accumulation)
-        born = {number for number, origin in step if origin is not None}
-        ended = {number for number, origin in step if origin is None}
-        repeated = born & ended
-        again = self._later([event for event in step if event[0] in repeated], 1)
-        deaths: list[_Event] = [(number, None) for number, _ in loads]
+        allocated = {number for number, origin in step if origin is not None}
+        released = {number for number, origin in step if origin is None}
+        repeated = allocated & released
+        second_step = self._renumbered([event for event in step if event[0] in repeated], 1)
+        releases_of_loads: list[_Event] = [(number, None) for number, _ in loads]
         return [
-            *_with_origins(self._trace.events[: self._begins]),
+            *_with_origins(self._trace.events[: self._set_up_ends_at]),
             *loads,
             *step,
-            *self._later(loads, 1),
-            *deaths,
-            *again,
+            *self._renumbered(loads, 1),
+            *releases_of_loads,
+            *second_step,
         ]
 
     def _step(self, accumulation: int) -> tuple[list[_Event], list[_Event]]:
-        """Return the allocations of the inputs of all micro-steps, and all events of a step but those of its inputs."""
+        """Return the events of the first step: the allocations of all micro-steps' inputs, and all later events."""
         inputs: list[_Event] = [(number, number) for number in self._inputs]
         # Copies of the first step have even multiples of the shift, so that those of the second can have odd ones.
-        loads = [event for number in range(accumulation) for event in self._later(inputs, 2 * number)]
+        loads = [event for micro_step in range(accumulation) for event in self._renumbered(inputs, 2 * micro_step)]
         traced, parts = self._trace.events, self._trace.parts
         part = traced[parts["first micro-step"] :]
         if accumulation == 1:
@@ -275,35 +276,35 @@ class ScalableStep:
             second = traced[parts["second micro-step"] : parts["update"]]
             absent = {number for number, size in second if size != DEATH}
             part = [event for event in part if event[0] not in absent]
-        before = traced[self._begins : parts["first micro-step"]]
-        given = {number for number, size in before if size != DEATH}
-        return loads, [event for event in _with_origins(part) if event[0] not in given]
+        before = traced[self._set_up_ends_at : parts["first micro-step"]]
+        traced_inputs = {number for number, size in before if size != DEATH}
+        return loads, [event for event in _with_origins(part) if event[0] not in traced_inputs]
 
-    def _later(self, events: Iterable[_Event], times: int) -> list[_Event]:
-        """Return the events renumbered for a later copy of the step."""
-        shift = times * self._shift
-        return [(number + shift, origin) for number, origin in events]
+    def _renumbered(self, events: Iterable[_Event], times: int) -> list[_Event]:
+        """Return the events with new numbers of allocations, for a copy; each ``times`` gives other numbers."""
+        return [(number + times * self._shift, origin) for number, origin in events]
 
 
 def _with_origins(traced: Events) -> list[_Event]:
-    """Return traced events as events whose allocations are their own origins."""
+    """Return traced events as those of a sequence of steps, in which each allocation is the traced one itself."""
     return [(number, None if size == DEATH else number) for number, size in traced]
 
 
 def _size(trace: Trace, number: int, size: int, batch: int) -> Size:
-    """Return a traced allocation's size as a function of the batch."""
-    value, columns = trace.column_sums.get(number, (size, None))
-    if value % batch:
-        return Size(0, value, columns)
+    """Return a traced allocation's size as a function of the batch: constant unless a multiple of the traced batch."""
+    # For the scratch memory of a sum, rows take the place of bytes.
+    amount, columns = trace.column_sums.get(number, (size, None))
+    if amount % batch:
+        return Size(0, amount, columns)
     logits = trace.pieces.get(number)
-    return Size(value // batch, 0, columns, logits // batch if logits is not None else None)
+    return Size(amount // batch, 0, columns, logits // batch if logits is not None else None)
 
 
 def column_sum_scratch_bytes(rows: int, columns: int, chip: Chip) -> int:
-    """Return the scratch memory of CUDA's reduction kernel that sums ``rows`` rows.
+    """Return the scratch memory of CUDA's reduction kernel that adds up ``rows`` rows of ``columns`` numbers.
 
     Bias gradients are such sums. Their scratch memory is as large as an activation: 32 MiB for 4096 rows of 1024
-    columns on an H200. Follows setReduceConfig and ReduceConfig::global_memory_size in
+    columns on an H200. Every step and constant follows setReduceConfig and ReduceConfig::global_memory_size in
     aten/src/ATen/native/cuda/Reduce.cuh for contiguous input; sums are accumulated in float32.
     """
     vector = next(v for v in (4, 2, 1) if columns % v == 0)
@@ -330,7 +331,7 @@ def _last_power_of_two(number: int) -> int:
 
 
 def packed(trace: Trace, batch: int, operations: Operations) -> str:
-    """Return the trace of a step at a batch, with its operations, as compressed text."""
+    """Return the trace of a step at a batch, with the operations that it counted, as compressed text."""
     document = {"trace": encode(trace), "batch": batch, "operations": encode(operations)}
     return base64.b64encode(zlib.compress(json.dumps(document).encode())).decode()
 

@@ -73,22 +73,23 @@ Row = tuple[str, str, Size, Size, tuple[Size, ...]]
 
 
 class OperationTally:
-    """Counts the operations of one micro-step and of the optimizer's update.
+    """Counts a traced step's operations by cost: those of one micro-step and of the optimizer's update.
 
     ``batch`` is the traced batch: sizes that it divides are taken to grow with the batch.
     """
 
     def __init__(self, batch: int) -> None:
         self.counts_as: Literal["micro_step", "update"] | None = None
-        """The part that operations are counted for; ``None`` while none are."""
+        """The part of the step that operations are counted for; ``None`` while none are."""
         self._batch = batch
         self._counts: dict[tuple[str, Row], int] = {}
+        # Numbers of operations that the host dispatches, also without a kernel; and of those of no known kind, by name.
         self._dispatched = dict.fromkeys((FORWARD, BACKWARD, RECOMPUTATION, UPDATE), 0)
         self._unknown: dict[str, int] = {}
-        self._rows: dict[Any, Row | None] = {}
+        self._row_of_key: dict[Any, Row | None] = {}
 
     def add(self, func: Any, args: Sequence[Any], out: Any, key: Any = None) -> None:
-        """Count an operation. Operations with the same ``key`` (not ``None``) have the same cost."""
+        """Count an operation for the part of the step that runs. Calls with the same ``key`` cost the same."""
         if self.counts_as is None:
             return
         if self.counts_as == "update":
@@ -99,12 +100,13 @@ class OperationTally:
             # In the backward pass, gradients are tracked only where a checkpoint's forward pass runs again.
             part = RECOMPUTATION if torch.is_grad_enabled() else BACKWARD
         self._dispatched[part] += 1
-        if key in self._rows:
-            row = self._rows[key]
+        if key in self._row_of_key:
+            row = self._row_of_key[key]
         else:
             row = self._cost_of(func, args, out)
+            # ``_cost_of`` counts unknown operations, so it is called for each of them.
             if key is not None and (row is None or row[0] != "unknown"):
-                self._rows[key] = row
+                self._row_of_key[key] = row
         if row is not None:
             self._counts[part, row] = self._counts.get((part, row), 0) + 1
 
@@ -126,7 +128,7 @@ class OperationTally:
         return self._memory_bound(kind, name, args, out)
 
     def operations(self, parameters: Sequence[torch.Tensor]) -> Operations:
-        """Return the counted operations; ``parameters`` are the trained ones."""
+        """Return the counted operations, with the number and bytes of the trained ``parameters``."""
         return Operations(
             tuple(Operation(part, *row, count) for (part, row), count in self._counts.items()),
             dict(self._dispatched),
@@ -136,7 +138,7 @@ class OperationTally:
         )
 
     def _as_size(self, number: int) -> Size:
-        """Return a size as a function of the batch: proportional if divisible by the traced batch, else constant."""
+        """Return a size per sample and a constant size: the first if ``number`` is a multiple of the traced batch."""
         return (number // self._batch, 0) if number % self._batch == 0 else (0, number)
 
     def _moved_bytes(self, tensors: Iterable[torch.Tensor], times: int = 1) -> Size:
@@ -144,8 +146,8 @@ class OperationTally:
         sizes = []
         for tensor in tensors:
             # The bytes in memory of an expanded tensor count once: it is read repeatedly from the cache.
-            held = tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
-            sizes.append(self._as_size(min(tensor.nbytes, held) * times))
+            stored_bytes = tensor.untyped_storage().nbytes() if 0 in tensor.stride() else tensor.nbytes
+            sizes.append(self._as_size(min(tensor.nbytes, stored_bytes) * times))
         return sum(per_sample for per_sample, _ in sizes), sum(constant for _, constant in sizes)
 
     def _matrix_product(self, name: str, args: Sequence[Any]) -> Row:
@@ -157,11 +159,11 @@ class OperationTally:
         products = first.shape[0] if first.dim() == 3 else 1
         flops = self._as_size(2 * products * rows * inner * columns)
         shape = tuple(self._as_size(number) for number in (products, rows, columns, inner))
-        moved = self._as_size(products * rows * inner), self._as_size(products * inner * columns)
-        written = self._as_size(products * rows * columns)
-        size = first.element_size()
-        size_bytes = tuple(size * sum(part) for part in zip(*moved, written, strict=True))
-        return "matrix_product", dtype_name(first.dtype), flops, size_bytes, shape
+        elements = (products * rows * inner, products * inner * columns, products * rows * columns)
+        per_sample, constant = (sum(part) for part in zip(*map(self._as_size, elements), strict=True))
+        element_bytes = first.element_size()
+        moved = element_bytes * per_sample, element_bytes * constant
+        return "matrix_product", dtype_name(first.dtype), flops, moved, shape
 
     def _attention(self, kind: str, name: str, args: Sequence[Any]) -> Row:
         """Return the cost of an attention kernel: kind, dtype, FLOPs, bytes, shape and options."""
@@ -171,20 +173,22 @@ class OperationTally:
         keys = key.shape[-2]
         dropout = causal = 0
         if name in _DROPOUT_AND_CAUSAL:
-            dropout, causal = (args[at] if at < len(args) else 0 for at in _DROPOUT_AND_CAUSAL[name])
+            dropout, causal = (args[i] if i < len(args) else 0 for i in _DROPOUT_AND_CAUSAL[name])
         # Two matrix products forward; five backward, one of which repeats the scores (FlashAttention, Dao et al. 2022).
         flops = (5 if backward else 2) * 2 * batch * heads * length * keys * max(size, value.shape[-1])
         if causal:
             flops //= 2
         bias = args[4 if backward else 3] if "efficient" in name and len(args) > 3 else None
-        read = [t for t in (query, key, value, query, bias) if isinstance(t, torch.Tensor)]
+        # The query a second time, for the output, which is as large.
+        tensors = [t for t in (query, key, value, query, bias) if isinstance(t, torch.Tensor)]
+        moved = self._moved_bytes(tensors, 2 if backward else 1)
         flash = "flash" in name or "cudnn" in name
         options = (int(flash), int(isinstance(bias, torch.Tensor)), int(dropout > 0), int(causal))
         shape = *(self._as_size(number) for number in (batch, heads, length, keys, size)), *((0, o) for o in options)
-        return kind, dtype_name(query.dtype), self._as_size(flops), self._moved_bytes(read, 2 if backward else 1), shape
+        return kind, dtype_name(query.dtype), self._as_size(flops), moved, shape
 
     def _convolution(self, name: str, args: Sequence[Any], out: Any) -> Row:
-        """Return the cost of a convolution."""
+        """Return the cost of a convolution: kind, dtype, FLOPs, bytes, and no shape."""
         backward = name == "convolution_backward"
         source, weight = (args[1], args[2]) if backward else (args[0], args[1])
         result = args[0] if backward else out
@@ -195,6 +199,7 @@ class OperationTally:
 
     def _fused_update(self, args: Sequence[Any]) -> Row:
         """Return the cost of a fused optimizer kernel, which writes all tensors but gradients in place."""
+        # Parameters, gradients, and one list for each state of the optimizer.
         lists = [list(_flatten_tensors((argument,))) for argument in args if isinstance(argument, (list, tuple))]
         read = [tensor for group in lists for tensor in group]
         written = [tensor for group in lists[:1] + lists[2:] for tensor in group]
@@ -202,7 +207,7 @@ class OperationTally:
         return "fused_update", dtype, (0, 0), self._moved_bytes(read + written), ((0, len(lists[0]) if lists else 0),)
 
     def _memory_bound(self, kind: str, name: str, args: Sequence[Any], out: Any) -> Row:
-        """Return the cost of an operation that is limited by memory traffic."""
+        """Return the cost of an operation that is limited by memory traffic: kind, dtype, no FLOPs, bytes, shape."""
         read, written = list(_flatten_tensors(args)), list(_flatten_tensors((out,)))
         if kind == "fill":
             touched = written
@@ -216,6 +221,7 @@ class OperationTally:
         largest = max(read or written, key=lambda tensor: tensor.numel(), default=None)
         dtype = dtype_name(largest.dtype) if largest is not None else "none"
         shape: tuple[Size, ...] = ()
+        # Rows and columns, for kernels that reduce rows.
         if largest is not None and largest.dim() and kind in ("normalisation", "softmax", "reduction"):
             columns = largest.shape[-1]
             shape = self._as_size(largest.numel() // max(1, columns)), self._as_size(columns)
@@ -234,7 +240,7 @@ class OperationTally:
 
 
 def _name_and_kind(func: Any) -> tuple[str, str]:
-    """Return name and kind of an operation; for an unknown kind, the name with its library."""
+    """Return an operation's name and kind, a key of ``_SOURCES`` or similar; for an unknown kind, the full name."""
     library, _, name = func._schema.name.partition("::")
     if func.is_view or library in _OF_NO_KERNEL:
         return name, "nothing"
@@ -264,7 +270,7 @@ _DROPOUT_AND_CAUSAL = {
 
 
 def _mixes_dtypes(read: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
-    """Return whether floating dtypes are mixed, which CUDA's elementwise kernels convert on the fly."""
+    """Return whether an operation's tensors have several floating dtypes, so that its kernel also converts them."""
     dtypes = {tensor.dtype for tensor in (*read, *written) if tensor.dim() and tensor.dtype.is_floating_point}
     return len(dtypes) > 1
 

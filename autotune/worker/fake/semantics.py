@@ -41,15 +41,17 @@ _CPU_ONLY_FLOAT32_OPERATIONS = ("cross_entropy_loss",)
 
 _HALF = (torch.float16, torch.bfloat16)
 _HARDWARE = {"flash": True}
+"""Whether the simulated GPU has flash attention; set by ``install_cuda_semantics``."""
 
 
 def _aten_operation(name: str) -> Any:
+    """Return the operation of torch with this name, such as ``softmax.int``; without an overload, the default one."""
     base, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def _cast_to_float32(operation: Any) -> Callable[..., Any]:
-    """Return an autocast kernel that casts 16-bit arguments to float32."""
+    """Return an autocast kernel: a function that casts 16-bit arguments to float32 and calls ``operation``."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_cpu_autocast():
@@ -67,7 +69,7 @@ def _to_float32(value: Any) -> Any:
 
 
 def _set_dtype(operation: Any) -> Callable[..., Any]:
-    """Return an autocast kernel that computes with ``dtype=torch.float32`` for 16-bit inputs."""
+    """Return an autocast kernel: a function that calls ``operation`` with ``dtype=torch.float32`` for 16-bit inputs."""
 
     def kernel(input: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
         if args and (args[-1] is None or isinstance(args[-1], torch.dtype)):
@@ -83,9 +85,9 @@ def _set_dtype(operation: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _install_cuda_autocast() -> torch.library.Library:
-    """Make CPU autocast use CUDA's list of float32 operations, for the rest of this process.
+    """Make CPU autocast cast to float32 for the operations for which CUDA's does, for the rest of this process.
 
-    The library has to stay alive. torch 2.11 refuses a second one.
+    The replaced kernels last as long as the returned library, which the cache keeps. torch 2.11 refuses a second one.
     """
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in _FLOAT32_OPERATIONS:
@@ -98,19 +100,17 @@ def _install_cuda_autocast() -> torch.library.Library:
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Apply CUDA's fused dropout, whose boolean mask takes one byte per element."""
+    """Stand in for ``torch.nn.functional.dropout`` with CUDA's fused kernel, whose mask takes one byte per element."""
     if not training or p == 0.0:
         return input
-    out: torch.Tensor = torch.ops.aten.native_dropout(input, p, True)[0]
-    return out
+    return torch.ops.aten.native_dropout(input, p, True)[0]  # type: ignore[no-any-return]
 
 
 def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float,
                is_causal: bool, scale: float | None) -> torch.Tensor:  # fmt: skip
-    """Compute attention by the memory-efficient kernel, with a bias padded as on CUDA."""
-    bias = None
-    if mask is not None:
-        bias = mask
+    """Compute attention by the memory-efficient kernel, with the mask as a bias that is padded as on CUDA."""
+    bias = mask
+    if bias is not None:
         if mask.dtype == torch.bool:
             bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), float("-inf"))
         length = bias.shape[-1]
@@ -118,15 +118,14 @@ def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
             # The kernel needs rows aligned to 16 elements: a padded copy, of which a view is used.
             bias = functional.pad(bias, (0, 16 - length % 16))[..., :length]
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], length)
-    out: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    return torch.ops.aten._scaled_dot_product_efficient_attention(  # type: ignore[no-any-return]
         query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
     )[0]
-    return out
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool,
            scale: float | None) -> torch.Tensor:  # fmt: skip
-    """Compute attention by the flash kernel, with head sizes padded as on CUDA."""
+    """Compute attention by the flash kernel, with head sizes padded to multiples of 8 as on CUDA."""
     size = query.shape[-1]
     scale = size**-0.5 if scale is None else scale
     if size % 8:
@@ -139,7 +138,7 @@ def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_
 
 def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout_p: float,
           is_causal: bool, scale: float | None) -> torch.Tensor:  # fmt: skip
-    """Compute attention as _scaled_dot_product_attention_math of transformers/attention.cpp, in float32."""
+    """Compute attention in float32 without a fused kernel, as _scaled_dot_product_attention_math (attention.cpp)."""
     dtype = query.dtype
     if dtype in _HALF:
         query, key, value = (t.to(torch.float32) for t in (query, key, value))
@@ -174,7 +173,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Compute attention with the kernel that CUDA would select (sdp_utils.cpp, priority order)."""
+    """Stand in for ``scaled_dot_product_attention``: use the kernel that CUDA would select (order of sdp_utils.cpp)."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = (t.to(dtype) for t in (query, key, value))
@@ -194,10 +193,10 @@ def _attention(
 
 
 def install_cuda_semantics(chip: Chip, *, padded: bool) -> None:
-    """Make fake CPU tensors allocate as on a chip, for the rest of this process.
+    """Make fake CPU tensors allocate as tensors on ``chip``, for the rest of this process.
 
-    Dropout and attention are replaced by CUDA's kernels. Samples are never packed, and masks are full unless samples
-    are ``padded``. transformers decides both by tensor values, which fake tensors lack; without this it would keep a
+    Autocast, dropout and attention become CUDA's. transformers takes samples as not packed, and attention masks as full
+    unless samples are ``padded``: it decides both by tensor values, which fake tensors lack, and would otherwise keep a
     mask that a real step drops.
     """
     _install_cuda_autocast()
@@ -208,7 +207,7 @@ def install_cuda_semantics(chip: Chip, *, padded: bool) -> None:
     replace_attention(_attention)
 
 
-# Number of weights that share a scale, and of scales that share a scale of their own.
+# The formats of bitsandbytes: numbers of weights that share a scale, and of scales that share a scale of their own.
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
 # Numbers of elements: smaller parameters have their moments in float32; smaller ones are not paged; moments that share
 # a scale.
@@ -217,7 +216,7 @@ _PARTS_OF_PEFT = (".lora_", ".modules_to_save.")
 
 
 def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
-    """Replace linear layers that bitsandbytes would quantize by fake ones on ``meta``, also within adapters."""
+    """Replace the layers that bitsandbytes would quantize, within adapters too, by stand-ins that allocate alike."""
     base = model.get_base_model() if workload.peft else model  # type: ignore[operator]
     skipped = workload.bits_arguments().get("llm_int8_skip_modules")
     spared = HfQuantizer.get_modules_to_not_convert(base, skipped, base._keep_in_fp32_modules)
@@ -226,8 +225,8 @@ def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
             continue
         if not should_convert_module(name.removesuffix(".base_layer"), spared):
             continue
-        made = _FourBits(module, workload) if workload.quantize == "4bit" else _EightBits(module, workload)
-        base.set_submodule(name, made)
+        stand_in = _FourBits if workload.quantize == "4bit" else _EightBits
+        base.set_submodule(name, stand_in(module, workload))
         if name.endswith(".base_layer"):
             # peft's adapters around such layers do not cast their input under autocast.
             base.get_submodule(name.removesuffix(".base_layer"))._cast_input_dtype = lambda inputs, dtype: (
@@ -236,7 +235,7 @@ def quantize_fake(model: torch.nn.Module, workload: Workload) -> None:
 
 
 class _FewBits(torch.nn.Module):
-    """Base of the 4-bit and 8-bit layers: their size, and a bias in the workload's dtype."""
+    """Base of the stand-ins for bitsandbytes' layers in few bits: the size, and a bias in the workload's dtype."""
 
     def __init__(self, layer: Any, workload: Workload) -> None:
         super().__init__()
@@ -251,7 +250,7 @@ class _FewBits(torch.nn.Module):
 
 
 class _FourBits(_FewBits):
-    """``Linear4bit``: two weights a byte, a scale of a byte for each block, a float for each block of scales."""
+    """Stands in for ``Linear4bit``: two weights a byte, a byte for each block's scale, a float for 256 scales."""
 
     def __init__(self, layer: Any, workload: Workload) -> None:
         super().__init__(layer, workload)
@@ -266,12 +265,11 @@ class _FourBits(_FewBits):
         converted = inputs.to(self._dtype)
         product = _FourBitProduct.apply(converted, self.weight, self.bias, size, self.scales)  # type: ignore[no-untyped-call]
         # peft copies the product before it adds the adapter's output.
-        copied: torch.Tensor = product.to(inputs.dtype).clone()
-        return copied
+        return product.to(inputs.dtype).clone()  # type: ignore[no-any-return]
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """A product with a weight that is dequantized for it, in the forward pass and again in the backward pass."""
+    """Multiplies by a 4-bit weight of a full ``size``, which is dequantized in the forward and in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Any, weight: Any, bias: Any, size: tuple[int, int], scales: Any) -> Any:
@@ -285,15 +283,15 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def _dequantized(size: tuple[int, int], scales: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a dequantized weight; its scales, in float32, are in memory while it is allocated."""
-    in_full = torch.zeros(scales)
+    """Allocate a dequantized weight, of zeros; its ``scales`` in float32 are in memory meanwhile, and then freed."""
+    float_scales = torch.zeros(scales)
     weight = torch.zeros(size, dtype=dtype)
-    del in_full
+    del float_scales
     return weight
 
 
 class _EightBits(_FewBits):
-    """``Linear8bitLt``: a weight a byte, a scale for each output."""
+    """Stands in for ``Linear8bitLt``: a byte for each weight, a float for the scale of each output."""
 
     def __init__(self, layer: Any, workload: Workload) -> None:
         super().__init__(layer, workload)
@@ -305,7 +303,7 @@ class _EightBits(_FewBits):
 
 
 class _EightBitProduct(torch.autograd.Function):
-    """A product of 8-bit integers, for which the input is quantized; the backward pass dequantizes the weight."""
+    """Allocates as bitsandbytes' 8-bit product: of a quantized input, and backward with a dequantized weight."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Any, weight: Any, bias: Any) -> Any:
@@ -326,16 +324,16 @@ class _EightBitProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
         flat = gradient.reshape(-1, gradient.shape[-1]).to(ctx.dtype)
-        in_full = torch.zeros(ctx.weight.shape, dtype=ctx.dtype)
-        product = torch.matmul(flat, in_full)
+        dequantized = torch.zeros(ctx.weight.shape, dtype=ctx.dtype)
+        product = torch.matmul(flat, dequantized)
         return product.view(*gradient.shape[:-1], ctx.weight.shape[1]), None, None
 
 
 class FewBitsOptimizer(torch.optim.Optimizer):
-    """An optimizer of bitsandbytes: its state in a byte for each weight and moment, or in managed memory (paged).
+    """Allocates as the optimizer of bitsandbytes with this ``name``, which says whether its state is 8-bit or paged.
 
-    Small parameters and, as the Trainer has it, embeddings keep their state in float32. Managed memory is no part of
-    what torch's allocator reserves; a GPU that is full moves it to the host.
+    8-bit state takes a byte for each weight and moment; small parameters and, as the Trainer has it, embeddings keep
+    float32. Paged state is in CUDA's managed memory, which is no part of what torch's allocator reserves.
     """
 
     def __init__(self, model: torch.nn.Module, name: str) -> None:
@@ -344,22 +342,22 @@ class FewBitsOptimizer(torch.optim.Optimizer):
         self._is_paged = name.startswith("paged_")
         self._bits = 8 if name.endswith("8bit") else 32
         embeddings = (module for module in model.modules() if isinstance(module, torch.nn.Embedding))
-        self._in_full = {id(module.weight) for module in embeddings}
+        self._float32_weights = {id(module.weight) for module in embeddings}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Allocate the optimizer state of each parameter with a gradient, and touch the memory of an update."""
+        """Allocate the state of each parameter with a gradient at its first step, and run an update's operations."""
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is None:
                 continue
             if not self.state[parameter]:
-                is_small = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._in_full
-                few = self._bits == 8 and not is_small
+                is_float32 = parameter.numel() < _LEAST_8_BIT or id(parameter) in self._float32_weights
+                is_8_bit = self._bits == 8 and not is_float32
                 tensors: list[torch.Tensor] = []
                 for _ in range(self._moments):
                     if not self._is_paged or parameter.numel() < _LEAST_PAGED:
-                        tensors.append(torch.zeros_like(parameter, dtype=torch.uint8 if few else torch.float32))
-                    if few:
+                        tensors.append(torch.zeros_like(parameter, dtype=torch.uint8 if is_8_bit else torch.float32))
+                    if is_8_bit:
                         tensors.append(torch.zeros(-(-parameter.numel() // _BLOCK_OF_MOMENTS)))
                 self.state[parameter].update(enumerate(tensors))
             parameter.add_(parameter.grad)

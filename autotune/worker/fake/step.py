@@ -41,7 +41,7 @@ _LT_WORKSPACE_BYTES = 1024**2
 
 
 class _KeptOnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Stands in for torch's ``save_on_cpu``: saved tensors take device memory only in the backward pass."""
+    """Stands in for torch's ``save_on_cpu``: a saved tensor is dropped, and a new one is made in the backward pass."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__(lambda saved: (saved.shape, saved.dtype), lambda kept: torch.empty(kept[0], dtype=kept[1]))
@@ -55,22 +55,21 @@ def _enable_checkpointing(model: Any, arm: Arm) -> None:
 
 
 def _optimizer_kind(name: str, model: torch.nn.Module) -> tuple[Any, dict[str, Any]]:
-    """Return class and default settings of the optimizer that ``TrainingArguments.optim`` names."""
+    """Return the optimizer class that ``TrainingArguments.optim`` names, and its default settings for a model."""
     return optimizer_class(TrainingArguments(optim=name, use_cpu=True, report_to="none", output_dir="unused"), model)
 
 
 def _optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that ``TrainingArguments.optim`` names, with its default settings."""
+    """Return an optimizer of the model's trained parameters, as ``TrainingArguments.optim`` names it."""
     if optim_package(name) == "bitsandbytes":
         return FewBitsOptimizer(model, name)
     kind, options = _optimizer_kind(name, model)
-    optimizer: torch.optim.Optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
-    return optimizer
+    return kind([p for p in model.parameters() if p.requires_grad], **options)  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
 def _on_gradients(model: Any, act: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Call ``act`` with each trained parameter once its gradient has accumulated in the block."""
+    """Have ``act`` called within the block, with each trained parameter as soon as its gradient has accumulated."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hooks = [parameter.register_post_accumulate_grad_hook(act) for parameter in trained]
     try:
@@ -81,7 +80,7 @@ def _on_gradients(model: Any, act: Callable[[torch.Tensor], None]) -> Iterator[N
 
 
 def _label_gradients(model: Any, tracer: StorageTracer) -> None:
-    """Label the gradients of a model's parameters in the trace."""
+    """Give the allocations that hold gradients of a model's parameters the label ``gradients``."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             tracer.see(parameter.grad, "gradients")
@@ -89,11 +88,9 @@ def _label_gradients(model: Any, tracer: StorageTracer) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Disable automatic garbage collection, so that two traces free memory in the same order.
-
-    Explicit collections skip objects that exist already, which would take a tenth of the time of a trace.
-    """
+    """Disable automatic garbage collection in the block, so that two traces free memory in the same order."""
     was_enabled = gc.isenabled()
+    # Collections by a call then skip what exists already, which would take a tenth of the time of a trace.
     gc.freeze()
     gc.disable()
     try:
@@ -106,29 +103,32 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _noting_pieces(tracer: StorageTracer) -> Iterator[None]:
-    """Make a fused loss compute all logits at once, and mark its allocations: in pieces they are smaller."""
-    cut, add = loss.pieces_of, loss.Sums.add
+    """Have a fused loss compute all logits in one piece, and mark its allocations, for ``Size.logits`` to divide."""
+    pieces_of, add = loss.pieces_of, loss.Sums.add
 
-    def noted(sums: loss.Sums, piece: Any, start: int, hidden: torch.Tensor, *others: Any) -> None:
-        tracer.logits = len(hidden) * len(sums.weight)
+    def add_noted(sums: loss.Sums, piece: Any, start: int, hidden: torch.Tensor, *others: Any) -> None:
+        tracer.piecewise_logits = len(hidden) * len(sums.weight)
         try:
             add(sums, piece, start, hidden, *others)
         finally:
-            tracer.logits = 0
+            tracer.piecewise_logits = 0
 
-    loss.pieces_of, loss.Sums.add = lambda *_: 1, noted  # type: ignore[assignment, method-assign]
+    loss.pieces_of, loss.Sums.add = lambda *_: 1, add_noted  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        loss.pieces_of, loss.Sums.add = cut, add  # type: ignore[method-assign]
+        loss.pieces_of, loss.Sums.add = pieces_of, add  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def tracing(
     model: torch.nn.Module, chip: Chip, operations: OperationTally | None, *, padded: bool
 ) -> Iterator[StorageTracer]:
-    """Record allocations within the block, with the model's parameters replaced by fake tensors."""
-    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations, has_padding=padded)
+    """Make the model's parameters fake tensors, record all allocations within the block, and yield the recorder.
+
+    ``operations`` counts operations, if given; ``padded`` says whether the samples have padding.
+    """
+    tracer = StorageTracer((chip.workspace_bytes, _LT_WORKSPACE_BYTES), operations, is_padded=padded)
     with fake_tensor_mode(), _no_garbage_collection(), _noting_pieces(tracer), tracer:
 
         def weight(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,7 +141,7 @@ def tracing(
 
 
 class Training(Protocol):
-    """A training to trace: a model on any device, and how its batches, its loss and its optimizer are made."""
+    """A training to trace: a model on any device, with methods that make its batches, its loss and its optimizer."""
 
     model: Any
     max_grad_norm: float
@@ -160,9 +160,9 @@ class Training(Protocol):
 def trace_training(
     training: Training, batch_size: int, chip: Chip, *, padded: bool, buckets_bytes: int = 0
 ) -> tuple[Trace, Operations]:
-    """Trace one optimizer step of two micro-steps; return its allocations and operations.
+    """Trace one optimizer step of two micro-steps on fake tensors; return its allocations and operations.
 
-    ``buckets_bytes`` is the total size of DDP's gradient buckets, 0 without DDP.
+    ``padded`` says whether the samples have padding. ``buckets_bytes`` is the total size of DDP's gradient buckets.
     """
     operations = OperationTally(batch_size)
     with tracing(training.model, chip, operations, padded=padded) as tracer:
@@ -177,6 +177,7 @@ def trace_training(
                 _label_gradients(training.model, tracer)
                 operations.counts_as = None
             elif not tracer.repeat_micro_step("first micro-step"):
+                # The second one cannot be copied from the first, so it is run as well.
                 _micro_step(training.loss, batch)
         _update(training.model, optimizer, tracer, training.max_grad_norm)
         trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
@@ -189,7 +190,8 @@ def trace_training(
 def _micro_steps(tracer: StorageTracer, load: Callable[[], Any], count: int = 2) -> Iterator[tuple[bool, Any]]:
     """Load the batches of ``count`` micro-steps, one or two; for each yield whether it is the last, and its batch.
 
-    The tracer enters each part of the step first, also those of a micro-step that is left out.
+    As the Trainer does, it loads all batches first. The tracer is told of every part of the step that begins, also of
+    those of a micro-step that is left out, since readers of the trace look for each.
     """
     batches = []
     for number, part in enumerate(("first inputs", "second inputs")):
@@ -203,7 +205,7 @@ def _micro_steps(tracer: StorageTracer, load: Callable[[], Any], count: int = 2)
 
 
 def _update(model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer, max_grad_norm: float) -> None:
-    """Clip the gradients and step the optimizer."""
+    """Clip the gradients, step the optimizer and drop the gradients, as the update of the traced step."""
     tracer.enter("update", "workspaces")
     if max_grad_norm > 0:
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
@@ -219,12 +221,14 @@ def _update(model: Any, optimizer: torch.optim.Optimizer, tracer: StorageTracer,
 
 def _micro_step(loss_of: Callable[[Any], Any], batch: Any) -> None:
     """Run the forward and backward pass of a batch, with the loss divided by an accumulation of 2."""
-    loss = loss_of(batch) / 2
-    loss.backward()
+    (loss_of(batch) / 2).backward()
 
 
 def with_autocast(forward: Any, precision: str, *, caches: bool = True) -> Any:
-    """Wrap a model's ``forward`` in autocast of a precision, as Trainer and accelerate do."""
+    """Wrap a model's ``forward`` in autocast of a precision (``bf16``, say), as Trainer and accelerate do.
+
+    ``caches``: whether autocast keeps its 16-bit copies of weights until the end of the forward pass.
+    """
     if precision not in HALF:
         return forward
     autocast = torch.autocast("cpu", getattr(torch, HALF[precision]), cache_enabled=caches)
@@ -233,7 +237,7 @@ def with_autocast(forward: Any, precision: str, *, caches: bool = True) -> Any:
 
 @dataclass
 class _BuiltIn:
-    """The built-in training of a workload in one arm."""
+    """The built-in training of a workload, with synthetic batches, in one arm (a configuration without its batch)."""
 
     workload: Workload
     arm: Arm
@@ -241,7 +245,7 @@ class _BuiltIn:
     max_grad_norm: float = 1.0
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
-        """Turn on checkpointing and the fused loss; return the optimizer."""
+        """Turn on what the arm says: fused loss, sparse prediction, checkpointing; return the optimizer."""
         if self.arm.fused_loss:
             loss.fuse_loss_of(self.model)
         if self.arm.sparse_prediction:
@@ -251,7 +255,7 @@ class _BuiltIn:
         return _optimizer(self.arm.optim, self.model)
 
     def batch(self, size: int) -> dict[str, torch.Tensor]:
-        """Return a synthetic batch."""
+        """Return a synthetic batch, with the positions of the tokens to predict if only these are computed."""
         batch = zero_batch(self.workload, self.model, size)
         if self.arm.sparse_prediction:
             masked = math.ceil(MASKED_FRACTION * self.workload.seq_len)
@@ -262,19 +266,18 @@ class _BuiltIn:
     def loss(self, batch: dict[str, torch.Tensor]) -> Any:
         """Return the loss as ``Trainer.compute_loss`` does: the other outputs are freed on return."""
         forward = with_autocast(self.model.forward, self.arm.precision, caches=not self.arm.uncached_casts)
-        outputs = forward(**batch)
-        return outputs["loss"]
+        return forward(**batch)["loss"]
 
 
 class FakeTraining:
-    """Traces training steps of one arm with fake tensors, as they would run on a chip. Patches torch permanently."""
+    """Traces steps of one arm (a configuration without its batch) as on a chip. Patches torch permanently."""
 
     def __init__(self, workload: Workload, arm: Arm, chip: Chip) -> None:
         self._workload = workload
         self._arm = arm
         self._chip = chip
         self.operations: Operations | None = None
-        """What the operations of the last traced step compute and move."""
+        """What the operations of the last step that ``trace`` traced compute and move."""
         # A mesh reads values, so it is made before tensors are fake.
         self._mesh = join_fake_ranks(arm.ranks, arm.dp_shard_size) if arm.is_sharded else None
         install_cuda_semantics(chip, padded=workload.padding > 0)
@@ -282,7 +285,7 @@ class FakeTraining:
     def step(self) -> ScalableStep:
         """Return the allocations of a step as a function of the batch, traced at ``TRACED_BATCH``.
 
-        Under FSDP and ZeRO a step of one micro-step is traced as well.
+        Under FSDP and ZeRO a step of one micro-step is traced as well, as it differs from the first of two.
         """
         if not self._arm.is_sharded and self._arm.zero_stage is None:
             return ScalableStep(self.trace(TRACED_BATCH), TRACED_BATCH)
@@ -291,7 +294,7 @@ class FakeTraining:
         return ScalableStep(trace(self._model(), TRACED_BATCH, micro_steps=2), TRACED_BATCH, alone)
 
     def _model(self) -> Any:
-        """Return the workload's model on ``meta``, with quantized layers where it has them."""
+        """Return the workload's model on ``meta``, with quantized layers if the workload asks for them."""
         model = build_model(self._workload, self._arm.attn_implementation, torch.device("meta"))
         if self._workload.quantize is not None:
             quantize_fake(model, self._workload)
@@ -299,7 +302,7 @@ class FakeTraining:
         return model
 
     def trace(self, batch_size: int) -> Trace:
-        """Return the allocations of one optimizer step of two micro-steps at a per-device batch."""
+        """Return the allocations of one optimizer step of two micro-steps, on one device or one rank of DDP."""
         model = self._model()
         # DDP keeps buckets beside the gradients: ``gradient_as_bucket_view`` is off, and no field of TrainingArguments.
         buckets = sum(p.nbytes for p in model.parameters() if p.requires_grad) if self._arm.strategy == "ddp" else 0
@@ -327,7 +330,7 @@ class FakeTraining:
             batch_of = functools.partial(zero_batch, self._workload, model, batch_size)
             for is_last, batch in _micro_steps(tracer, batch_of, micro_steps):
                 model.set_requires_gradient_sync(is_last or self._arm.sync_each_batch)
-                # FSDP casts in place of autocast, by hooks that only a call of the model runs.
+                # FSDP casts instead of autocast, by hooks that only a call of the model runs, not its ``forward``.
                 _micro_step(lambda given: model(**given)["loss"], batch)
             _label_gradients(model, tracer)
             _update(model, optimizer, tracer, 1.0)
@@ -338,8 +341,9 @@ class FakeTraining:
     def _zero_trace(self, model: Any, batch_size: int, *, micro_steps: int) -> Trace:
         """Return the allocations of a step of one or two micro-steps on one rank of DeepSpeed."""
         workspaces = self._chip.workspace_bytes, _LT_WORKSPACE_BYTES
-        tracer = StorageTracer(workspaces, None, has_padding=self._workload.padding > 0)
+        tracer = StorageTracer(workspaces, None, is_padded=self._workload.padding > 0)
         dtype = compute_dtype(self._arm)
+        # Records weights, gradients and optimizer state, so that only activations are traced.
         rank = ZeroRank(model, self._arm, tracer)
         with fake_tensor_mode(), _no_garbage_collection():
             materialise(model, lambda tensor: tracer.overlook(fake_of(tensor, dtype)))
@@ -371,9 +375,9 @@ _NICENESS = 19
 
 
 def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
-    """Return a prediction for each requested batch, and with ``work.multiple`` the largest batch that fits.
+    """Predict the peak memory at each requested batch, and with ``work.multiple`` the largest batch that fits.
 
-    Lowers the priority of this process.
+    ``work`` has the packed trace of a step, or a step is traced here. Lowers the priority of this process.
     """
     # On one core at the lowest priority, since trials are timed at the same time.
     torch.set_num_threads(1)
@@ -402,15 +406,19 @@ def predict(work: PredictionWork, workload: Workload) -> PredictionAnswer:
 
 @dataclass(frozen=True)
 class Limits:
-    """Predicts which batches of a step fit: within the cap, and below the line with a margin."""
+    """Predicts which batches of a step fit: within the cap, torch's limit on reserved memory, and below the line.
+
+    The line is the amount that the user allows; ``PREDICTION_MARGIN`` below it is left free.
+    """
 
     step: ScalableStep
     chip: Chip
     bounds: Bounds
     spare_bytes: int = 0
+    """What DDP may take besides the predicted memory."""
 
     def prediction(self, batch: int, accumulation: int) -> MemoryPrediction:
-        """Return the peaks at a batch, whether it fits, and the parts of the peak."""
+        """Return the peaks at a batch and accumulation, whether they fit, and the bytes of each kind at the peak."""
         step = self.step.step_for(accumulation)
         events = step.at(batch, self.chip, accumulation=accumulation)
         allocated, reserved, runs_out = self._peaks(events, step)
@@ -426,7 +434,7 @@ class Limits:
         )
 
     def _peaks_fit(self, reserved_bytes: int, *, runs_out: bool) -> bool:
-        """Return whether a step with this peak of reserved memory fits below the line with the margin."""
+        """Return whether a step fits that has this peak of reserved memory, or runs out of memory."""
         return not runs_out and self.bounds.fits(reserved_bytes + self.spare_bytes, PREDICTION_MARGIN)
 
     def _peaks(self, events: Events, step: ScalableStep) -> tuple[int, int, bool]:
@@ -435,14 +443,14 @@ class Limits:
         Where reserved memory without a cap would exceed the cap, the reserved peak is that with the cap, under which
         the allocator frees cached segments. If even this is not enough, the step runs out.
         """
-        free = replay(events, stream_of=step.stream_of)
-        if free.peak_reserved_bytes <= self.bounds.cap_bytes:
-            return free.peak_allocated_bytes, free.peak_reserved_bytes, False
+        uncapped = replay(events, stream_of=step.stream_of)
+        if uncapped.peak_reserved_bytes <= self.bounds.cap_bytes:
+            return uncapped.peak_allocated_bytes, uncapped.peak_reserved_bytes, False
         try:
             capped = replay(events, self.bounds.cap_bytes, step.stream_of)
         except OutOfCapError:
-            return free.peak_allocated_bytes, free.peak_reserved_bytes, True
-        return free.peak_allocated_bytes, capped.peak_reserved_bytes, False
+            return uncapped.peak_allocated_bytes, uncapped.peak_reserved_bytes, True
+        return uncapped.peak_allocated_bytes, capped.peak_reserved_bytes, False
 
     def _fits(self, batch: int) -> bool:
         """Return whether a step without accumulation fits at this batch."""
@@ -455,7 +463,8 @@ class Limits:
         return self._peaks_fit(reserved, runs_out=runs_out)
 
     def largest_batch(self, multiple: int) -> int:
-        """Return the largest multiple of ``multiple`` that fits, found by bisection; 0 where none fits."""
+        """Return the largest batch that fits without accumulation and is a multiple of ``multiple``; 0 if none fits."""
+        # Double until a batch does not fit, then bisect: ``low`` fits, ``high`` does not.
         low, high = 0, multiple
         while high <= _LARGEST_BATCH and self._fits(high):
             low, high = high, high * 2
@@ -466,22 +475,22 @@ class Limits:
 
 
 def _peak(events: Events) -> tuple[int, int]:
-    """Return the peak of allocated bytes, and the number of events up to the peak."""
-    alive = peak = peak_after = 0
+    """Return the peak of allocated bytes, unrounded, and the number of events up to the peak."""
+    allocated = peak = events_to_peak = 0
     size_of: dict[int, int] = {}
-    for index, (number, size) in enumerate(events, start=1):
+    for count, (number, size) in enumerate(events, start=1):
         if size == DEATH:
-            alive -= size_of.pop(number)
+            allocated -= size_of.pop(number)
         else:
             size_of[number] = size
-            alive += size
-            if alive > peak:
-                peak, peak_after = alive, index
-    return peak, peak_after
+            allocated += size
+            if allocated > peak:
+                peak, events_to_peak = allocated, count
+    return peak, events_to_peak
 
 
 def anatomy(events: Events, label: Callable[[int], str]) -> dict[str, int]:
-    """Return the bytes of each kind of allocation at the peak."""
+    """Return the bytes of each kind of allocation at the peak of allocated bytes; ``label`` returns the kind."""
     parts: dict[str, int] = {}
     at_peak: dict[int, int] = {}
     for number, size in events[: _peak(events)[1]]:

@@ -1,4 +1,4 @@
-"""Record when every storage of a fake training step is allocated and freed.
+"""Record when every storage of a training step on fake tensors (with shapes, without values) is allocated and freed.
 
 torch needs about 150 µs for an operation on fake tensors, most of it for the key of its own cache and for kinds of
 tensors that no training step has (symbolic sizes, sparse ones). The layers of a model repeat the same operations: of
@@ -38,35 +38,42 @@ _MOST_VALUES = 64
 
 Key = tuple[Any, ...]
 _Maker = Callable[[Sequence[Any]], Any]
-"""Makes a result for the arguments of a call."""
+"""Makes an operation's result from its arguments, without calling the operation."""
 
 
 class Shortcuts:
-    """The results of operations by their arguments: shapes, strides and dtypes of tensors, and all other values."""
+    """A cache of operations' results on fake tensors, which repeats a result faster than torch computes it.
+
+    Its key has the operation, the shapes, strides and dtypes of its tensors, and all its other arguments.
+    """
 
     def __init__(self) -> None:
         self._makers: dict[Key, _Maker | None] = {}
-        self._has_key: dict[int, bool] = {}
-        self._is_silent: dict[int, bool] = {}
+        # Whether an operation may have keys, and whether it is an optimizer's kernel without a result, by its ``id``.
+        self._may_have_key: dict[int, bool] = {}
+        self._returns_nothing: dict[int, bool] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Key | None:
-        """Return a key of everything that an operation's result depends on; ``None`` where that is unknown."""
+        """Return the cache key of a call: everything that its result depends on.
+
+        ``None`` where the result also depends on the values of tensors, or an argument cannot be part of a key.
+        """
         # By identity, as operations are never freed, and their own hash is computed in Python.
-        number = id(func)
-        has_key = self._has_key.get(number)
-        if has_key is None:
-            has_key = func.namespace == "aten" and not any(tag in func.tags for tag in _REFUSED_TAGS)
-            self._has_key[number] = has_key
-        if not has_key:
+        identity = id(func)
+        may_have_key = self._may_have_key.get(identity)
+        if may_have_key is None:
+            may_have_key = func.namespace == "aten" and not any(tag in func.tags for tag in _REFUSED_TAGS)
+            self._may_have_key[identity] = may_have_key
+        if not may_have_key:
             return None
-        found: list[Any] = [number, torch.get_default_dtype()]
-        if not _append_description(args, found):
+        parts: list[Any] = [identity, torch.get_default_dtype()]
+        if not _append_key_parts(args, parts):
             return None
         if kwargs:
-            found += kwargs
-            if not _append_description(kwargs.values(), found):
+            parts += kwargs
+            if not _append_key_parts(kwargs.values(), parts):
                 return None
-        key = tuple(found)
+        key = tuple(parts)
         try:
             hash(key)
         except TypeError:
@@ -75,31 +82,31 @@ class Shortcuts:
         return key
 
     def result(self, key: Key | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        """Return the result of an operation, copied from an earlier call with the same key if there is one."""
+        """Return the result of an operation, copied from an earlier call with the same ``key`` if there is one."""
         if key is None:
-            return None if self._changes_only(func, args) else func(*args, **(kwargs or {}))
+            return None if self._changes_only_values(func, args) else func(*args, **(kwargs or {}))
         make = self._makers.get(key)
         if make is not None:
             return make(args)
         out = func(*args, **(kwargs or {}))
-        given = [leaf for leaf in tree_leaves(tuple((kwargs or {}).values())) if isinstance(leaf, torch.Tensor)]
-        # A tensor that is given by name may be what an operation writes to and returns.
-        self._makers[key] = None if given else _maker(args, out)
+        by_name = [leaf for leaf in tree_leaves(tuple((kwargs or {}).values())) if isinstance(leaf, torch.Tensor)]
+        # A tensor that is given by name (``out=``) may be what an operation writes to and returns.
+        self._makers[key] = None if by_name else _maker(args, out)
         return out
 
-    def _changes_only(self, func: Any, args: Sequence[Any]) -> bool:
+    def _changes_only_values(self, func: Any, args: Sequence[Any]) -> bool:
         """Return whether an operation only changes values of fake tensors in place, as optimizers' kernels do."""
-        number = id(func)
-        if number not in self._is_silent:
-            named = func.namespace == "aten" and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
-            self._is_silent[number] = named and not func._schema.returns
-        if not self._is_silent[number]:
+        identity = id(func)
+        if identity not in self._returns_nothing:
+            is_kernel = func.namespace == "aten" and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+            self._returns_nothing[identity] = is_kernel and not func._schema.returns
+        if not self._returns_nothing[identity]:
             return False
         return all(type(leaf) is FakeTensor for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
 
 
-def _append_description(values: Any, found: list[Any]) -> bool:
-    """Append to ``found`` what a result depends on; return whether this is known for every value."""
+def _append_key_parts(values: Any, parts: list[Any]) -> bool:
+    """Append to a key what an operation's result depends on of these arguments; return whether each can be in a key."""
     if len(values) > _MOST_VALUES:
         return False
     for value in values:
@@ -109,64 +116,70 @@ def _append_description(values: Any, found: list[Any]) -> bool:
                 # A number whose value torch knows, with which it computes.
                 return False
             stride = value.stride()
-            found += (value.shape, stride, value.dtype, value.storage_offset(), value.requires_grad)
+            parts += (value.shape, stride, value.dtype, value.storage_offset(), value.requires_grad)
             if 0 in stride:
-                # The bytes that an expanded tensor has in memory.
-                found.append(value.untyped_storage().nbytes())
+                # The bytes that an expanded tensor has in memory, which its shape does not tell.
+                parts.append(value.untyped_storage().nbytes())
         elif kind is list or kind is tuple:
-            found += (kind, len(value))
-            if not _append_description(value, found):
+            parts += (kind, len(value))
+            if not _append_key_parts(value, parts):
                 return False
         elif isinstance(value, torch.Tensor):
             return False
         else:
             # With the type, since 1, 1.0 and True are equal but give different results.
-            found += (kind, value)
+            parts += (kind, value)
     return True
 
 
 def _maker(args: Sequence[Any], out: Any) -> _Maker | None:
-    """Return a function that creates a result like ``out`` from arguments like ``args``; ``None`` where impossible."""
+    """Return a function that repeats the result ``out`` of a call with ``args`` for later arguments with the same key.
+
+    ``None`` where no such function can be made, so that the operation is always called: the result is neither a tensor
+    nor a list or tuple, two of its tensors share a storage, or ``_maker_of_part`` returns ``None`` for a part.
+    """
+    kind = type(out)
     if isinstance(out, torch.Tensor):
         return _maker_of_part(args, out)
-    if type(out) not in (list, tuple):
+    if kind not in (list, tuple):
         return None
-    tensors = [each for each in out if isinstance(each, torch.Tensor)]
-    if len({each.untyped_storage()._cdata for each in tensors}) < len(tensors):
+    tensors = [part for part in out if isinstance(part, torch.Tensor)]
+    if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
         return None
     makers: list[_Maker] = []
-    for each in out:
-        maker = _maker_of_part(args, each)
-        if maker is None:
+    for part in out:
+        if (maker := _maker_of_part(args, part)) is None:
             return None
         makers.append(maker)
-    kind = type(out)
-    return lambda given: kind([maker(given) for maker in makers])
+    return lambda later_args: kind([maker(later_args) for maker in makers])
 
 
 def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
-    """Return a function that creates a value like ``out``, one part of a result; ``None`` where impossible."""
+    """Return a function that repeats one part of a call's result for later arguments: ``out``, a tensor or a value.
+
+    The part is an argument itself, a view of one, or a new tensor. ``None`` where it is anything else, such as a view
+    with another dtype, or of a larger new tensor.
+    """
     if not isinstance(out, torch.Tensor):
         # An absent gradient, or a length.
-        return (lambda given: out) if out is None or type(out) is int else None
+        return (lambda later_args: out) if out is None or type(out) is int else None
     for position, value in enumerate(args):
         if value is out:
-            return lambda given: given[position]
+            return lambda later_args: later_args[position]
     if not is_plain_fake(out):
         return None
     shape, stride, dtype, offset = out.shape, out.stride(), out.dtype, out.storage_offset()
-    model = dict(vars(out))
+    attributes = dict(vars(out))
     storage = out.untyped_storage()
-    sharing = [i for i, value in enumerate(args) if any(_shares(leaf, storage) for leaf in tree_leaves(value))]
-    if sharing:
-        viewed = sharing[0]
+    viewed = next((i for i, value in enumerate(args) if _has_storage(value, storage)), None)
+    if viewed is not None:
         if not isinstance(args[viewed], FakeTensor) or args[viewed].dtype != dtype:
             return None
 
-        def view(given: Sequence[Any]) -> Any:
+        def view(later_args: Sequence[Any]) -> Any:
             with without_dispatch():
-                meta = torch.as_strided(given[viewed], shape, stride, offset)
-            return copy_fake(meta, model)
+                meta = torch.as_strided(later_args[viewed], shape, stride, offset)
+            return copy_fake(meta, attributes)
 
         return view
     with without_dispatch():
@@ -175,17 +188,18 @@ def _maker_of_part(args: Sequence[Any], out: Any) -> _Maker | None:
         # A view of a larger tensor that the operation made, such as one with padding.
         return None
 
-    def fresh(_: Sequence[Any]) -> Any:
+    def new_tensor(_: Sequence[Any]) -> Any:
         with without_dispatch():
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return copy_fake(meta, model)
+        return copy_fake(meta, attributes)
 
-    return fresh
+    return new_tensor
 
 
-def _shares(value: Any, storage: torch.UntypedStorage) -> bool:
-    """Return whether a value is a tensor with this storage."""
-    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage._cdata
+def _has_storage(value: Any, storage: torch.UntypedStorage) -> bool:
+    """Return whether an argument is, or contains, a tensor with this storage."""
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors)
 
 
 DEATH = -1
@@ -215,7 +229,7 @@ _WITH_WORKSPACES = frozenset(
 
 @dataclass
 class Trace:
-    """What a step allocates and frees, in bytes before rounding. Allocations are named by numbers."""
+    """What a training step allocates and frees, in bytes before rounding. Its fields name allocations by number."""
 
     events: Events = field(default_factory=list)
     labels: dict[int, str] = field(default_factory=dict)
@@ -228,30 +242,37 @@ class Trace:
     streams: dict[int, int] = field(default_factory=dict)
     """The number of the CUDA stream that each allocation is made in; without allocations of the default stream."""
     parts: dict[str, int] = field(default_factory=dict)
-    """Index of the event at which each part of the step begins; events before the first are set-up."""
+    """Index of the event at which each part of the step begins, by the part's name (``first inputs``, ``first
+    micro-step``, …, ``update``); events before the first are set-up."""
 
 
 class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each storage as allocated when an operation first returns it, and as freed when nothing refers to it."""
+    """Records a training step's memory: each storage as allocated when an operation first returns it, and as freed when
+    nothing refers to it. Scratch memory that CUDA's kernels would need is recorded as well.
 
-    def __init__(
-        self, workspace_bytes: tuple[int, int], operations: OperationTally | None, *, has_padding: bool
-    ) -> None:
+    ``workspace_bytes`` are the sizes of the workspaces of cuBLAS and cuBLASLt.
+    """
+
+    def __init__(self, workspace_bytes: tuple[int, int], operations: OperationTally | None, *, is_padded: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self._workspace_bytes = workspace_bytes
-        self._kept: set[tuple[bool, int]] = set()
+        self._kept_workspaces: set[tuple[bool, int]] = set()
+        """Workspaces held already: whether by the thread of autograd, and their bytes."""
         self.phase = "activations"
         """The label of new allocations."""
-        self._has_padding = has_padding
+        self._is_padded = is_padded
         """Whether samples are padded, so that masks have false elements."""
-        self.logits = 0
+        self.piecewise_logits = 0
         """Number of logits that a fused loss is about to compute in pieces; 0 outside of it."""
-        self._true: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._is_all_true: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """The values of results of ``torch.all``, for code that reads them."""
         self._shortcuts = Shortcuts()
-        self._number = 0
-        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._last_number = 0
+        self._number_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """The number of each storage's allocation."""
         self._references: dict[int, weakref.ref[Any]] = {}
+        """Weak references to storages, by allocation, whose callbacks record the release."""
         self._streams: dict[int, int] = {}
         """Numbers of CUDA streams; empty where allocations in different streams are not told apart."""
         self._gradients: dict[int, list[int]] = {}
@@ -271,7 +292,7 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _CPU
         if func is _SCALAR:
             # Read by code that drops whole layers at random: 1 is never below the drop rate.
-            return 1.0 if args[0].dtype.is_floating_point else bool(self._true.get(args[0]))  # type: ignore[no-untyped-call]
+            return 1.0 if args[0].dtype.is_floating_point else bool(self._is_all_true.get(args[0]))  # type: ignore[no-untyped-call]
         key = None
         if func is _NONZERO:
             # Which elements are true is not known. In a synthetic batch, where every label counts, all are.
@@ -283,14 +304,14 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.operations.add(func, args, out, key)
         if func is _ALL:
             # Called on masks that transformers fills with ones where the batch has none, and then drops.
-            self._true[out] = not self._has_padding
+            self._is_all_true[out] = not self._is_padded
         if func is _ADD and _accumulates_in_place(args):
             # The result takes over the allocation of its first operand, as after an addition in place.
-            held = self._known.pop(args[0].untyped_storage(), None)  # type: ignore[no-untyped-call]
-            if held is None:
+            number = self._number_of.pop(args[0].untyped_storage(), None)  # type: ignore[no-untyped-call]
+            if number is None:
                 self.see(out)
             else:
-                self._know(out.untyped_storage(), held)
+                self._register(out.untyped_storage(), number)
             return out
         if isinstance(out, torch.Tensor):
             self.see(out)
@@ -314,164 +335,160 @@ class StorageTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # The scratch memory of CUDA's sum over all but the last dimension, such as a bias gradient.
             source = args[0]
             if source.dim() >= 2 and source.shape[-1] == columns and source.is_contiguous():
-                number = self.hold("workspaces", 0)
-                self.let_go(number)
+                # ``column_sum_scratch_bytes`` computes its size for a chip.
+                number = self._borrow(0)
                 self.trace.column_sums[number] = (source.numel() // columns, columns)
         return out
 
     def so_far(self) -> Trace:
-        """Return a copy of the trace so far."""
+        """Return a copy of the trace, to whose events later releases are not added."""
         return dataclasses.replace(self.trace, events=list(self.trace.events))
 
     def enter(self, part: str, phase: str) -> None:
-        """Begin a part of the step; new allocations get the label of this phase."""
+        """Record that a part of the step begins; allocations from now on get the label ``phase``."""
         self.trace.parts[part] = len(self.trace.events)
         self.phase = phase
 
     def forget_freed(self) -> None:
-        """Remove all events of allocations that are freed by now from the trace."""
+        """Remove all events of allocations that are freed by now, such as those of set-up, from the trace."""
         freed = {number for number, size in self.trace.events if size == DEATH}
         self.trace.events = [event for event in self.trace.events if event[0] not in freed]
 
     def note_gradient(self, parameter: torch.Tensor) -> None:
-        """Record the creation of a parameter's gradient.
+        """Remember at which event a parameter's gradient was created, for ``repeat_micro_step``.
 
-        In a repeated micro-step the new gradient is freed at this point, once it is added to the existing one.
+        At this point of a later micro-step the new gradient is freed, once it is added to the existing one.
         """
         assert parameter.grad is not None
-        number = self._known.get(parameter.grad.untyped_storage())  # type: ignore[no-untyped-call]
+        number = self._number_of.get(parameter.grad.untyped_storage())  # type: ignore[no-untyped-call]
         self._gradients.setdefault(len(self.trace.events), []).append(number)
 
     def repeat_micro_step(self, part: str) -> bool:
-        """Record the events since a part began once more, as in a later micro-step with existing gradients.
+        """Append a second micro-step to the trace: a copy of the first one's events, which begin at ``part``.
 
-        Gradients are then added to in place, and cuBLAS keeps its workspaces. Where anything else outlives the part, or
-        ends in it without having begun in it, nothing is recorded, and ``False`` is returned. For twenty models of the
-        catalog the sequence was that of a traced second micro-step, except for the order of some simultaneous releases.
+        This saves running it. New gradients are freed in the copy, as they are added to existing ones, and cuBLAS
+        keeps its workspaces. Returns ``False`` and appends nothing where a copy would be wrong: the first micro-step
+        keeps other allocations as well, or releases earlier ones. For twenty models of the catalog the copy equalled a
+        traced second micro-step, except for the order of some simultaneous releases.
         """
-        begins = self.trace.parts[part]
-        events = self.trace.events[begins:]
-        alive = {number for number, size in events if size != DEATH}
-        if any(number not in alive for number, size in events if size == DEATH):
+        begins_at = self.trace.parts[part]
+        events = self.trace.events[begins_at:]
+        allocated = {number for number, size in events if size != DEATH}
+        released = {number for number, size in events if size == DEATH}
+        kept = allocated - released
+        gradients = {number for created in self._gradients.values() for number in created}
+        others = {number for number in kept - gradients if self.trace.labels[number] != "workspaces"}
+        if released - allocated or others or gradients - kept:
             return False
-        alive -= {number for number, size in events if size == DEATH}
-        gradients = {number for given in self._gradients.values() for number in given}
-        others = {number for number in alive - gradients if self.trace.labels[number] != "workspaces"}
-        if others or gradients - alive:
-            return False
-        again: dict[int, int] = {}
-        for position, (number, size) in enumerate(events, begins):
-            self._end_gradients(position, again)
+        # By the number of an allocation, that of its copy.
+        copies: dict[int, int] = {}
+        for position, (number, size) in enumerate(events, begins_at):
+            self._release_gradients(position, copies)
             if size == DEATH:
-                self.let_go(again[number])
-            elif number in gradients or number not in alive:
-                again[number] = copy = self.hold(self.trace.labels[number], size)
+                self.let_go(copies[number])
+            elif number in gradients or number not in kept:
+                copies[number] = copy = self.hold(self.trace.labels[number], size)
                 if number in self.trace.column_sums:
                     self.trace.column_sums[copy] = self.trace.column_sums[number]
                 if number in self.trace.pieces:
                     self.trace.pieces[copy] = self.trace.pieces[number]
-        self._end_gradients(begins + len(events), again)
+        self._release_gradients(begins_at + len(events), copies)
         return True
 
-    def _end_gradients(self, position: int, again: dict[int, int]) -> None:
-        """Record the release of gradients at this position of a repeated micro-step."""
+    def _release_gradients(self, position: int, copies: dict[int, int]) -> None:
+        """Record in a copied micro-step the release of the gradients that the original created before ``position``."""
         for number in self._gradients.get(position, ()):
-            if number in again:
-                self.let_go(again.pop(number))
+            if number in copies:
+                self.let_go(copies.pop(number))
 
     def hold(self, label: str, size_bytes: int) -> int:
         """Record an allocation; return its number for ``let_go``."""
-        self._number += 1
-        self.trace.events.append((self._number, size_bytes))
-        self.trace.labels[self._number] = label
-        if self.logits:
-            self.trace.pieces[self._number] = self.logits
+        self._last_number = number = self._last_number + 1
+        self.trace.events.append((number, size_bytes))
+        self.trace.labels[number] = label
+        if self.piecewise_logits:
+            self.trace.pieces[number] = self.piecewise_logits
         if self._streams and (stream := self._stream()):
-            self.trace.streams[self._number] = stream
+            self.trace.streams[number] = stream
             if label == "activations":
-                self.trace.labels[self._number] = "communication"
-        return self._number
+                self.trace.labels[number] = "communication"
+        return number
 
     def _stream(self) -> int:
-        """Return the number of the current stream, 0 for the default stream.
-
-        Code for any device selects streams on a CPU as well, where they do nothing.
-        """
+        """Return the number of the current CPU stream, which code for any device selects as well; 0: the default."""
         return self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
 
     def let_go(self, number: int) -> None:
-        """Record the release of an allocation by ``hold``."""
+        """Record the release of the allocation to which ``hold`` gave this number."""
         self.trace.events.append((number, DEATH))
 
     def see(self, tensor: torch.Tensor, label: str | None = None) -> None:
-        """Record the tensor's storage if it is new; a ``label`` renames it in any case.
+        """Record the allocation of a tensor's storage, unless it is recorded already.
 
-        For a sharded tensor this is the storage of the local part.
+        A ``label`` replaces that of the allocation in any case. Of a sharded tensor the local part is recorded.
         """
         storage = local_part(tensor).untyped_storage()
-        number: int | None = self._known.get(storage)  # type: ignore[no-untyped-call]
+        number: int | None = self._number_of.get(storage)  # type: ignore[no-untyped-call]
         if number is None:
             if storage.nbytes() == 0:
                 return
             number = self.hold(self.phase, storage.nbytes())
-            self._know(storage, number)
+            self._register(storage, number)
         if label is not None:
             self.trace.labels[number] = label
 
     def overlook(self, tensor: torch.Tensor) -> torch.Tensor:
         """Exclude a tensor's storage from the trace and return the tensor, since its memory is recorded otherwise."""
-        self._known[tensor.untyped_storage()] = 0
+        # 0 is the number of no allocation.
+        self._number_of[tensor.untyped_storage()] = 0
         return tensor
 
     def follow_resizes(self) -> None:
-        """Record storages that are resized in place, as FSDP does with gathered weights.
-
-        Replaces a function of torch for the rest of this process.
-        """
+        """Record storages that are resized in place, as FSDP's gathered weights are. Patches torch permanently."""
         # The default stream gets number 0.
         self._stream()
         on_resize(self._resized)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """Record a resize of a storage as a release and an allocation."""
-        number = self._known.pop(storage, None)  # type: ignore[no-untyped-call]
+        number = self._number_of.pop(storage, None)  # type: ignore[no-untyped-call]
         if number is not None and self._references.pop(number, None) is not None:
             self.let_go(number)
         if size_bytes := storage.nbytes():
             label = self.phase if number is None else self.trace.labels[number]
-            self._know(storage, self.hold(label, size_bytes))
+            self._register(storage, self.hold(label, size_bytes))
 
-    def _know(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Register a storage with the number of its allocation, and record its release."""
+    def _register(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Remember the number of a storage's allocation, and record its release once nothing refers to the storage."""
 
         def died(_: Any) -> None:
             self.let_go(number)
             self._references.pop(number, None)
 
-        self._known[storage] = number
+        self._number_of[storage] = number
         self._references[number] = weakref.ref(storage, died)
 
     def _keep_workspaces(self, *, with_bias: bool) -> None:
-        """Record cuBLAS's workspace at a thread's first matrix product, and cuBLASLt's at its first with a bias.
-
-        Both stay. Autograd has a thread of its own, which also recomputes checkpoints.
-        """
+        """Record cuBLAS's workspace at a thread's first matrix product, and cuBLASLt's at the first with a bias."""
+        # Both stay. Autograd has a thread of its own, which also recomputes checkpoints.
         in_autograd = is_in_autograd()
         for size_bytes in self._workspace_bytes if with_bias else self._workspace_bytes[:1]:
-            if (in_autograd, size_bytes) not in self._kept:
-                self._kept.add((in_autograd, size_bytes))
+            if (in_autograd, size_bytes) not in self._kept_workspaces:
+                self._kept_workspaces.add((in_autograd, size_bytes))
                 self.hold("workspaces", size_bytes)
 
-    def _borrow(self, size_bytes: int) -> None:
-        """Record an allocation that an operation makes and frees beside its results."""
-        self.let_go(self.hold("workspaces", size_bytes))
+    def _borrow(self, size_bytes: int) -> int:
+        """Record scratch memory, which an operation frees before it returns; return the number of its allocation."""
+        number = self.hold("workspaces", size_bytes)
+        self.let_go(number)
+        return number
 
 
 def _accumulates_in_place(args: Any) -> bool:
-    """Return whether autograd would add these two gradients in place for real tensors; for fake ones it never does.
+    """Return whether autograd would add two gradients (``args``) in place, had they values; fake ones it never does.
 
-    It does so outside grad mode (in which checkpoints are recomputed), if nothing else holds the first one's storage,
-    as the base of a view does (torch/csrc/autograd/input_buffer.cpp and functions/accumulate_grad.h).
+    It adds in place outside grad mode (in which checkpoints are recomputed), if nothing else holds the storage of the
+    first gradient, as the base of a view does (torch/csrc/autograd/input_buffer.cpp, functions/accumulate_grad.h).
     """
     if not is_in_autograd() or torch.is_grad_enabled():
         return False
@@ -482,12 +499,12 @@ def _accumulates_in_place(args: Any) -> bool:
 
 
 def fake_of(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a fake CPU tensor of the same shape, with floats as ``dtype``, within a mode of fake tensors."""
+    """Return an empty CPU tensor of the same shape, with floats as ``dtype``; in a fake tensor mode it is fake."""
     return torch.empty(tensor.shape, dtype=dtype if dtype and tensor.dtype.is_floating_point else tensor.dtype)
 
 
 def materialise(model: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor] = fake_of) -> None:
-    """Replace every ``meta`` parameter and buffer by a tensor of ``fake``; tied weights stay tied."""
+    """Replace every ``meta`` parameter and buffer by a tensor that ``fake`` makes of it. Tied weights stay tied."""
     made: dict[int, Any] = {}
     for module in model.modules():
         for own in (module._parameters, module._buffers):
