@@ -24,10 +24,10 @@ def why_no_fsdp2() -> str | None:
 
 
 def shard(model: Any, settings: dict[str, Any], mixed_precision: str, mesh: Any) -> Any:
-    """Shard a model on the CPU between the ranks of a mesh, with accelerate's own functions.
+    """Shard a model on the CPU between the ranks of a device mesh, with accelerate's own functions; return the model.
 
-    ``settings`` are those of ``fsdp_config``. ``Accelerator`` itself shards on GPUs only, so a stand-in provides the
-    attributes that accelerate's functions read from an ``Accelerator``.
+    ``settings`` is an ``fsdp_config`` of ``TrainingArguments``. ``Accelerator`` itself shards on GPUs only, so a
+    stand-in provides the attributes that accelerate's functions read from it.
     """
     import torch
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -65,6 +65,7 @@ def shard_for(accelerator: Any, model: Any) -> None:
     plugin.set_auto_wrap_policy(model)
     if plugin.activation_checkpointing:
         fsdp2_apply_ac(accelerator, model)
+        # Else ``accelerator.prepare`` would apply it again.
         plugin.activation_checkpointing = False
     fsdp2_prepare_model(accelerator, model)
 

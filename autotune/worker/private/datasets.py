@@ -6,7 +6,7 @@ from typing import Any
 
 
 def in_stored_order(dataset: Any) -> Any:
-    """Return the dataset stored anew in its own order, without an index table, which slows down every access."""
+    """Return a dataset stored anew in its own order: without a table of indices, which slows down every access."""
     return dataset.flatten_indices() if dataset._indices is not None else dataset
 
 

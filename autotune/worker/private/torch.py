@@ -38,12 +38,12 @@ def cuda_answers(answers: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _fixed_answer(answer: Any, real: Callable[..., Any], is_over: Callable[[], bool]) -> Callable[..., Any]:
-    """Return a function with a fixed answer until ``is_over``, and the original's behaviour afterwards."""
+    """Return a function that returns ``answer`` until ``is_over()``, and calls ``real`` from then on."""
     return lambda *args, **kwargs: real(*args, **kwargs) if is_over() else answer
 
 
 def around_batches(act: Callable[[Callable[[Any], Any], Any, Any], Any]) -> None:
-    """Wrap ``__next__`` of every ``DataLoader`` iterator: ``act`` gets the original, the iterator, and the dataset."""
+    """Have ``act`` return each batch of any ``DataLoader``, given the original ``__next__``, iterator and dataset."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     around(_BaseDataLoaderIter, "__next__", lambda give, batches: act(give, batches, batches._dataset))
@@ -59,12 +59,12 @@ def fake_tensor_mode() -> Any:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
+def join_fake_ranks(ranks: int, shard_size: int | None = None) -> Any:
     """Join a fake process group of ``ranks`` as rank 0, and return its device mesh.
 
-    The mesh has one dimension; with ``sharing`` two: groups, and the ``sharing`` ranks that shard a model in each. The
-    collectives exchange nothing, and the other ranks need not exist. Call it before a fake tensor mode is entered,
-    since a mesh reads values.
+    The mesh has one dimension, or with ``shard_size`` two: groups that each have a whole model, and the ``shard_size``
+    ranks of a group. The collectives exchange nothing, and the other ranks need not exist. Call this before a fake
+    tensor mode is entered, since a mesh reads values.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -74,7 +74,7 @@ def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    if sharing is None:
+    if shard_size is None:
         return init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
 
     # FSDP takes one dimension of the mesh within a fake tensor mode, in which the mesh could not read values.
@@ -83,11 +83,11 @@ def join_fake_ranks(ranks: int, sharing: int | None = None) -> Any:
             return function(*args)
 
     around(DeviceMesh, "__getitem__", without_modes)
-    return init_device_mesh("cpu", (ranks // sharing, sharing), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return init_device_mesh("cpu", (ranks // shard_size, shard_size), mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
 def start_sharding(model: Any) -> None:
-    """Initialize FSDP2 as before the first forward pass, which checks whether the model can be sharded."""
+    """Initialize FSDP2 as a sharded model's first forward pass does; torch raises where it cannot shard the model."""
     model._get_fsdp_state()._lazy_init()
 
 
@@ -116,7 +116,7 @@ def is_in_autograd() -> bool:
 
 
 def packs_saved_tensors() -> bool:
-    """Return whether saved-tensor hooks are active, such as those of checkpointing."""
+    """Return whether hooks on the tensors that autograd saves are active, such as those of checkpointing."""
     native: Any = torch._C._autograd
     return bool(native._top_saved_tensors_default_hooks(False))
 
@@ -147,12 +147,10 @@ def forget_optimizer_hooks() -> None:
 
 
 def on_checkpoint(called: Callable[[], None]) -> None:
-    """Call ``called`` whenever ``torch.utils.checkpoint`` runs a function that it recomputes later.
-
-    The function itself may already be imported by name, so its inner calls are wrapped.
-    """
+    """Call ``called`` whenever ``torch.utils.checkpoint`` runs a function that it recomputes later."""
     import torch.utils.checkpoint as module
 
+    # ``checkpoint`` itself may already be imported by name, so its inner calls are wrapped.
     before(module, "_checkpoint_without_reentrant_generator", lambda *_, **__: called())
     before(module.CheckpointFunction, "apply", lambda *_, **__: called())
 
@@ -183,10 +181,8 @@ def is_plain_fake(tensor: torch.Tensor) -> bool:
 
 
 def copy_fake(meta: torch.Tensor, attributes: Mapping[str, Any]) -> Any:
-    """Return a fake CPU tensor for a ``meta`` tensor, with the attributes of another fake tensor.
-
-    Does the same as the class's own constructor, without its checks.
-    """
+    """Return a fake CPU tensor made of a ``meta`` tensor and the attributes (``vars``) of another fake tensor."""
+    # As the constructor of ``FakeTensor`` does, without its checks, which take most of the time.
     fake = torch.Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
     torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(attributes)

@@ -14,12 +14,12 @@ _INTEGRATIONS = "transformers.integrations."
 
 
 def change_train_sampler(trainer: Any, change: Callable[[Callable[[], Any]], Any]) -> None:
-    """Make a ``Trainer`` use the sampler that ``change`` returns, given the function for its own sampler."""
+    """Make a ``Trainer`` use the sampler that ``change`` returns; ``change`` gets a function for the Trainer's own."""
     around(trainer, "_get_train_sampler", lambda find, *args, **kwargs: change(lambda: find(*args, **kwargs)))
 
 
 def length_grouped_order(lengths: Sequence[int], step_samples: int, seed: int) -> list[int]:
-    """Return the order of samples under ``train_sampling_strategy=group_by_length``."""
+    """Return the order of samples under ``train_sampling_strategy=group_by_length``, in steps of so many samples."""
     from transformers.trainer_pt_utils import LengthGroupedSampler
 
     generator = torch.Generator().manual_seed(seed)
@@ -91,7 +91,7 @@ def prepares_inputs_itself(trainer: Any) -> bool:
 
 # Functions that decide whether sdpa needs no mask. A version of transformers may lack one or both.
 _MASK_QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-_questions: dict[str, Callable[..., bool]] = {}
+_original_functions: dict[str, Callable[..., bool]] = {}
 
 
 def decide_masks_without_values(*, padded: bool) -> None:
@@ -104,17 +104,13 @@ def decide_masks_without_values(*, padded: bool) -> None:
     masking_utils.find_packed_sequence_indices = lambda *_, **__: None
     for name in _MASK_QUESTIONS:
         if hasattr(masking_utils, name):
-            question = _questions.setdefault(name, getattr(masking_utils, name))
-            setattr(masking_utils, name, question if padded else _without_padding(question))
+            original = _original_functions.setdefault(name, getattr(masking_utils, name))
+            setattr(masking_utils, name, original if padded else _without_padding(original))
 
 
 def _without_padding(ignore: Callable[..., bool]) -> Callable[..., bool]:
-    """Return a function that decides as ``ignore`` does without a padding mask, whatever mask it is given."""
-
-    def answer(padding_mask: torch.Tensor | None, *rest: Any, **named: Any) -> bool:
-        return ignore(None, *rest, **named)
-
-    return answer
+    """Return a function that calls ``ignore`` without a padding mask, so that no mask's values are read."""
+    return lambda padding_mask, *rest, **named: ignore(None, *rest, **named)
 
 
 def checkpointing_layers(model: torch.nn.Module) -> int | None:
