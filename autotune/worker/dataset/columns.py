@@ -20,14 +20,14 @@ _LABEL_NAMES = ("label", "labels", "target")
 
 
 def wrong_data(spec: DataSpec, problem: str, hint: str) -> InvalidRequestError:
-    """Return the error of a dataset: its name, then ``problem``, which begins with a space or a colon."""
+    """Return the error for a wrong dataset: its name, then ``problem``, which begins with a space or a colon."""
     return InvalidRequestError(f"--dataset {spec.label}{problem}", hint)
 
 
 def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, usual: tuple[str, ...], what: str) -> str:
-    """Return the column that the user named, or the first existing one of the usual names.
+    """Return the column that the user named (``asked``), or the first existing one of the ``usual`` names.
 
-    Raises ``InvalidRequestError`` where there is none.
+    Raises ``InvalidRequestError`` where there is none; it says ``what`` is looked for, and which ``option`` names it.
     """
     names = dataset.column_names
     if asked is not None:
@@ -47,7 +47,8 @@ def find_column(dataset: Any, spec: DataSpec, asked: str | None, option: str, us
 def find_text_columns(dataset: Any, spec: DataSpec, not_text: str | None) -> tuple[str, ...]:
     """Return the columns to tokenize together: those that the user named, else one with a usual name.
 
-    A single column of strings, other than ``not_text``, is taken under any name.
+    The only column of strings, apart from the column ``not_text``, is taken under any name. Raises
+    ``InvalidRequestError`` where there is none.
     """
     asked = spec.text_columns
     if asked is not None:
@@ -68,7 +69,7 @@ def token_counts(lists: Any) -> Any:
 
 
 def real_counts(masks: Any) -> Any:
-    """Return the numbers of tokens whose attention mask is not 0, as an array (samples,), of an Arrow column."""
+    """Return how many tokens each attention mask of an Arrow column leaves unmasked, as an array (samples,)."""
     is_real = arrow.list_flatten(masks).to_numpy() != 0
     samples = np.repeat(np.arange(len(masks)), token_counts(masks))
     return np.bincount(samples[is_real], minlength=len(masks))
@@ -86,7 +87,7 @@ def check_holds_tokens(dataset: Any, spec: DataSpec, name: str, hint: str) -> No
 
 
 def check_in_vocabulary(largest: int, vocabulary: Any, spec: DataSpec, model: str, what: str) -> None:
-    """Raise ``InvalidRequestError`` where the largest token has no embedding in the model, an error in every trial."""
+    """Raise ``InvalidRequestError`` if a model lacks the ``largest`` token that ``what`` (a tokenizer) produced."""
     if isinstance(vocabulary, int) and largest >= vocabulary:
         raise InvalidRequestError(
             f"the {what} in {spec.tokenizer} produces token {largest}, but {model} has only {vocabulary} tokens",
@@ -95,7 +96,7 @@ def check_in_vocabulary(largest: int, vocabulary: Any, spec: DataSpec, model: st
 
 
 def read_labels(dataset: Any, spec: DataSpec) -> tuple[list[Any], int]:
-    """Return labels and their count of classes, at least 2; for regression, the numbers and 1.
+    """Return each sample's label, and the number of classes (at least 2); for regression, the numbers and 1.
 
     Classes are numbered from 0. Raises ``InvalidRequestError`` for labels that are missing, mixed or not usable.
     """

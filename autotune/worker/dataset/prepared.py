@@ -33,14 +33,14 @@ GROUP = 3
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of a trial's samples, and the run that they stand for."""
+    """The order of a trial's samples, and the training run that the trial stands for."""
 
     order: tuple[int, ...]
     """Indices of samples, batch after batch."""
     worst_steps: int
     """Number of steps on the largest batches, which come first."""
     repeats: int
-    """Number of added steps: those with new shapes come again, so that their shapes are known to the GPU then."""
+    """Number of added steps, in which those with new shapes come again: then their kernels are chosen and compiled."""
     run: PlannedRun
 
 
@@ -51,6 +51,7 @@ def spread_positions(count: int) -> Iterator[int]:
     """
     yield count // 2
     for number in itertools.count(1):
+        # The bits of the number, mirrored at the binary point: a fraction below 1/2.
         place, fraction, rest = 0.0, 0.25, number
         while rest:
             place += fraction * (rest & 1)
@@ -68,13 +69,13 @@ class BatchShape:
     micro_steps: int
     """Micro-steps of the candidate's optimizer step."""
     micro_steps_run: int
-    """Number of these micro-steps that are run."""
+    """Number of these micro-steps that a trial runs; the time of a whole step is computed from them."""
     worst_steps: int
     ordinary_steps: int
     """Steps between those on the largest batches and the measured ones."""
     measured_steps: int
     visits: int = 1
-    """How often a step with new padded lengths is run."""
+    """How often a measured step whose padded lengths are new is run."""
     ranks: int = 1
     """Processes that train together; accelerate gives them the batches in turn."""
     joins: bool = False
@@ -89,13 +90,13 @@ def make_schedule(
     samples: int, lengths: Any, targets: Any, spec: DataSpec, seq_len: int, shape: BatchShape, seed: int,
     image_tokens: Any = None,
 ) -> Schedule:  # fmt: skip
-    """Return a schedule of the largest batches, then of steps spread evenly over an epoch.
+    """Return the samples of a trial: those of the largest batches, then of steps spread evenly over an epoch.
 
-    ``lengths``, ``targets`` and ``image_tokens`` are arrays (samples,) of token counts, or ``None``; lengths include
-    the tokens of images.
+    ``samples`` is the dataset's number of samples. ``lengths``, ``targets`` and ``image_tokens`` are arrays (samples,)
+    of token counts, or ``None``; lengths include the tokens of images.
     """
     sizes = np.ones(samples, dtype=np.int64) if lengths is None else np.asarray(lengths)
-    worst = _worst_steps(sizes, targets, image_tokens, shape)
+    order = _worst_steps(sizes, targets, image_tokens, shape)
     random = np.random.default_rng(seed)
     epoch = random.permutation(samples)[:MOST_SAMPLES]
     step_samples = shape.batch * shape.micro_steps
@@ -116,7 +117,6 @@ def make_schedule(
     micro_costs = padded * (1 if shape.joins else shape.batch)
     # Ranks wait for each other once a step, so the rank with the highest cost decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
-    order = list(worst)
     # The largest batches may have no attention mask, which makes them another shape than a padded batch as long.
     seen: set[int] = set()
     for step in random.choice(len(steps), shape.ordinary_steps):
@@ -139,8 +139,9 @@ def _measured_steps(
 ) -> tuple[list[int], int]:
     """Return the samples of the measured steps, and how many of these steps are repeats.
 
-    Steps are spread over ``by_cost``, the indices of an epoch's steps from the cheapest on. A step with ``shapes`` that
-    were not ``seen`` before comes again after its group.
+    ``steps`` has the samples of an epoch's steps, ``shapes`` the padded lengths of their batches, and ``by_cost`` the
+    indices of steps from the cheapest on, over which the measured ones are spread. A step with shapes that were not
+    ``seen`` before comes again after its group.
     """
     order: list[int] = []
     repeats = 0
@@ -150,18 +151,18 @@ def _measured_steps(
         for _ in range(begin, min(begin + GROUP, shape.measured_steps)):
             step = by_cost[next(positions)]
             run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
-            taken, met = steps[step, run].reshape(-1).tolist(), set(shapes[step, run].reshape(-1).tolist())
-            order += taken
-            if not met <= seen:
-                again += taken
+            samples, shapes_of_step = steps[step, run].reshape(-1).tolist(), set(shapes[step, run].reshape(-1).tolist())
+            order += samples
+            if not shapes_of_step <= seen:
+                again += samples
                 repeats += shape.visits - 1
-            seen |= met
+            seen |= shapes_of_step
         order += again * (shape.visits - 1)
     return order, repeats
 
 
 def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape) -> list[int]:
-    """Return the samples of the first steps: the longest in every micro-step, but a mixture in the last step.
+    """Return the samples of the first steps: the longest samples in every micro-step, but a mixture in the last step.
 
     The mixture has one longest sample among the shortest: equally many padded tokens, but with an attention mask, which
     may select another attention kernel. With fewer than three steps there is no mixture.
@@ -173,15 +174,13 @@ def _worst_steps(sizes: Any, targets: Any, image_tokens: Any, shape: BatchShape)
         by_target = np.argsort(-np.asarray(targets), kind="stable")
         longest = np.column_stack((descending, by_target)).reshape(-1)
     if image_tokens is not None:
-        # The others are padded to the length of one longest sample. Images are not padded, so the others are samples
-        # with the most image tokens.
+        # One longest sample: text is padded to its length. Images are not padded, so those with most tokens follow.
         longest = np.concatenate((descending[:1], np.argsort(-np.asarray(image_tokens), kind="stable")))
     full = np.resize(longest, shape.batch)
-    heads = longest[: 1 if targets is None else 2]
-    mixed = np.resize(np.concatenate((heads, descending[::-1])), shape.batch)
     batches = [full] * shape.worst_steps
     if shape.worst_steps >= 3:
-        batches[-1] = mixed
+        first = longest[: 1 if targets is None else 2]
+        batches[-1] = np.resize(np.concatenate((first, descending[::-1])), shape.batch)
     micro_steps = [batch for batch in batches for _ in range(shape.micro_steps_run)]
     return [int(index) for micro_step in micro_steps for index in np.tile(micro_step, shape.ranks)]
 
@@ -214,14 +213,15 @@ class PreparedDataset:
 
         self.dataset: Any = load_from_disk(str(self._folder / SAMPLES_FOLDER))
         if self._spec.packing:
-            of_sample = np.load(self._folder / ROWS_FILE)
-            by_row = np.argsort(of_sample, kind="stable")
-            ends = np.searchsorted(of_sample[by_row], np.arange(1, of_sample.max() + 1))
+            row_of_sample = np.load(self._folder / ROWS_FILE)
+            by_row = np.argsort(row_of_sample, kind="stable")
+            ends = np.searchsorted(row_of_sample[by_row], np.arange(1, row_of_sample.max() + 1))
             self.dataset = PackedRows(self.dataset, [row.tolist() for row in np.split(by_row, ends)])
         self._lengths = self._array(LENGTHS_FILE)
         self._targets = self._array(TARGET_LENGTHS_FILE)
         self._image_tokens = self._array(IMAGE_TOKENS_FILE)
         self.is_text = self._lengths is not None and self._image_tokens is None
+        # Whether samples differ in length.
         self.varies = bool(self._lengths is not None and self._lengths.min() < self._lengths.max())
 
     @property
@@ -249,14 +249,13 @@ class PreparedDataset:
         )  # fmt: skip
 
     def ingredients(self, model: Any, evaluated: int | None = None) -> dict[str, Any]:
-        """Return dataset, tokenizer and collator as ``Trainer`` arguments.
+        """Return dataset, tokenizer and collator as arguments of the ``Trainer``.
 
-        The first ``evaluated`` samples become the evaluation dataset; ``None`` gives none.
+        The first ``evaluated`` samples become the evaluation dataset, too; with ``None`` there is none.
         """
         datasets = {"train_dataset": self.dataset}
         if evaluated is not None:
-            some = range(min(evaluated, len(self.dataset)))
-            datasets["eval_dataset"] = self.dataset.select(some)
+            datasets["eval_dataset"] = self.dataset.select(range(min(evaluated, len(self.dataset))))
         if self._spec.packing:
             return {**datasets, "data_collator": PackedRows.collate}
         if self.is_text:
@@ -277,7 +276,7 @@ class PreparedDataset:
         return {"padding": self._spec.padding, "max_length": max_length, "pad_to_multiple_of": multiple}
 
     def _collator(self, tokenizer: Any, model: Any) -> Any:
-        """Return the data collator for the task."""
+        """Return the data collator for a task of text, which pads as the ``DataSpec`` says."""
         padding = self._padding()
         if self._workload.task == "sequence-classification":
             return DataCollatorWithPadding(tokenizer, **padding)
@@ -285,7 +284,7 @@ class PreparedDataset:
             return DataCollatorForSeq2Seq(tokenizer, model, **padding)
         is_masked = self._workload.task == "masked-lm"
         if not is_masked and "labels" in self.dataset.column_names:
-            # Another collator would make labels of the tokens.
+            # It keeps the dataset's own labels; the collator below would make labels of all tokens.
             return DataCollatorForSeq2Seq(tokenizer, None, **padding)
         collator = DataCollatorForLanguageModeling(
             tokenizer, mlm=is_masked, pad_to_multiple_of=self._spec.pad_to_multiple_of
@@ -318,6 +317,7 @@ class _ImageTransform:
         self._mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
 
     def _pixels(self, stored: dict[str, Any]) -> torch.Tensor:
+        """Return a stored image as a tensor (channels, height, width)."""
         from PIL import Image
 
         with open_stored(stored) as image:

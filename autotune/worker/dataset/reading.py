@@ -75,7 +75,7 @@ def read_data(workload: Workload, into: str) -> DataFacts | Problem:
 
 
 class _Reading:
-    """Prepares the dataset of one workload in a folder."""
+    """Reads the dataset of one workload, and writes what the trials load into a folder."""
 
     def __init__(self, workload: Workload, folder: Path) -> None:
         assert workload.data is not None
@@ -125,31 +125,31 @@ class _Reading:
         tokenizer.save_pretrained(str(self._folder / TOKENIZER_FOLDER))
         if targets is not None:
             np.save(self._folder / TARGET_LENGTHS_FILE, targets)
-        described = self._length_statistics(real, raw, targets, stored=lengths if real is not lengths else None)
+        statistics = self._length_statistics(real, raw, targets, stored=lengths if real is not lengths else None)
         if not self._spec.packing:
             np.save(self._folder / LENGTHS_FILE, lengths)
-            return DataFacts(len(lengths), num_labels, described, without_text=self._without_text)
-        return self._pack(lengths, described)
+            return DataFacts(len(lengths), num_labels, statistics, without_text=self._without_text)
+        return self._pack(lengths, statistics)
 
-    def _pack(self, lengths: Any, described: Lengths) -> DataFacts:
-        """Save which row each sample is packed in, and the tokens of each row; return the facts of the rows."""
-        of_sample = np.empty(len(lengths), dtype=np.int64)
-        packed = best_fit(lengths.tolist(), self._workload.seq_len)
-        for number, row in enumerate(packed):
-            of_sample[row] = number
-        rows = np.array([int(lengths[row].sum()) for row in packed], dtype=np.int64)
-        np.save(self._folder / ROWS_FILE, of_sample)
-        np.save(self._folder / LENGTHS_FILE, rows)
+    def _pack(self, lengths: Any, statistics: Lengths) -> DataFacts:
+        """Pack samples in rows; save each sample's row and each row's tokens; return facts of the rows and samples."""
+        row_of_sample = np.empty(len(lengths), dtype=np.int64)
+        rows = best_fit(lengths.tolist(), self._workload.seq_len)
+        for number, samples in enumerate(rows):
+            row_of_sample[samples] = number
+        tokens = np.array([int(lengths[samples].sum()) for samples in rows], dtype=np.int64)
+        np.save(self._folder / ROWS_FILE, row_of_sample)
+        np.save(self._folder / LENGTHS_FILE, tokens)
         return DataFacts(
             len(rows),
             None,
-            self._length_statistics(rows, rows, None),
-            Packed(len(lengths), described),
+            self._length_statistics(tokens, tokens, None),
+            Packed(len(lengths), statistics),
             self._without_text,
         )
 
     def _tokenize(self, dataset: Any, tokenizer: Any, texts: tuple[str, ...], target: str | None) -> tuple[Any, Any]:
-        """Return the tokenized dataset, and the length of each sample before truncation as an array (samples,)."""
+        """Tokenize the text columns, and the target as labels; return the dataset and its lengths before truncation."""
         for name in (*texts, *((target,) if target else ())):
             if not is_string(dataset.features[name]):
                 raise wrong_data(
@@ -161,17 +161,19 @@ class _Reading:
         limit = self._workload.seq_len
 
         def tokens(batch: dict[str, list[str | None]]) -> dict[str, Any]:
+            """Tokenize a batch of samples, and note their lengths before truncation in ``raw``."""
             given = [[text or "" for text in batch[name]] for name in texts]
             every = [*given, [text or "" for text in batch[target]]] if target else given
             self._without_text += sum(not all(map(str.strip, sample)) for sample in zip(*every, strict=True))
             encoded = dict(tokenizer(*given))
             lengths = [len(ids) for ids in encoded[_TOKENS]]
             raw.extend(lengths)
+            # Only long samples are tokenized again with truncation, which keeps their special tokens.
             long = [index for index, length in enumerate(lengths) if length > limit]
             if long:
                 some = [[column[index] for index in long] for column in given]
-                cut = tokenizer(*some, truncation=True, max_length=limit)
-                for name, values in cut.items():
+                truncated = tokenizer(*some, truncation=True, max_length=limit)
+                for name, values in truncated.items():
                     for index, value in zip(long, values, strict=True):
                         encoded[name][index] = value
             encoded.pop(_MASK, None)
@@ -191,10 +193,11 @@ class _Reading:
         return tokenized, np.array(raw, dtype=np.int64)
 
     def _tokenized_before(self, dataset: Any, target: str | None) -> tuple[Any, Any]:
-        """Return a dataset of tokens truncated to the sequence length, and the lengths before truncation.
+        """Truncate samples that the user tokenized to the sequence length; return them and the lengths before that.
 
         Where the dataset holds padding, its mask is kept, and the lengths count tokens without padding. Samples to be
-        packed lose their padding.
+        packed lose their padding. ``target`` is the column of a target's tokens. Raises ``InvalidRequestError`` for
+        columns that do not hold tokens, or not one value for each.
         """
         limit, names = self._workload.seq_len, dataset.column_names
         # The dataset's own labels of each token, -100 where a token is not predicted.
@@ -222,6 +225,7 @@ class _Reading:
             raise wrong_data(self._spec, " holds samples without tokens", "remove them from the dataset")
 
         def cut(batch: dict[str, Any]) -> dict[str, Any]:
+            """Truncate a batch of samples, after removing padding where necessary."""
             columns = dict(batch.items())
             starts = [0] * len(columns[_TOKENS])
             if loses_padding:
@@ -250,7 +254,7 @@ class _Reading:
         return self._folder / "cache" / name
 
     def _check_vocabulary(self, tokenized: Any, *, made_before: bool) -> None:
-        """Raise ``InvalidRequestError`` for tokens outside of the model's vocabulary."""
+        """Raise ``InvalidRequestError`` for tokens that the model lacks. ``made_before``: the dataset has tokens."""
         extremes = arrow.min_max(arrow.list_flatten(tokenized.data.column(_TOKENS))).as_py()
         smallest, largest = extremes["min"] or 0, extremes["max"] or 0
         vocabulary, model = self._workload.config.get("vocab_size"), self._workload.model
@@ -266,14 +270,14 @@ class _Reading:
             )
 
     def _length_statistics(self, lengths: Any, raw: Any, targets: Any, stored: Any = None) -> Lengths:
-        """Return statistics of samples' lengths without padding, given as an array (samples,).
+        """Return statistics of samples' ``lengths`` without padding; all arguments are arrays (samples,) or ``None``.
 
-        ``raw`` are lengths before truncation, ``targets`` those of targets, and ``stored`` those with the dataset's own
-        padding, or ``None`` where there are none.
+        ``raw`` are the lengths before truncation, ``targets`` the lengths of targets, and ``stored`` the lengths with
+        padding that the dataset itself holds.
         """
         limit, spec = self._workload.seq_len, self._spec
         sizes = lengths if stored is None else stored
-        # The share of the tokens of batches of 8 that is padding.
+        # Padding is reported as its share of the tokens of such batches.
         some = np.random.default_rng(0).permutation(len(lengths))[:_SHOWN_SAMPLES]
         if spec.group_by_length:
             some = some[length_grouped_order(sizes[some].tolist(), _SHOWN_BATCH, 0)]
@@ -306,7 +310,7 @@ class _Reading:
         plain = dataset.select_columns([name]).cast_column(name, Image(decode=False))
         if name != IMAGE:
             plain = plain.rename_column(name, IMAGE)
-        # As plain bytes or paths, so that saving does not copy the images themselves.
+        # As plain bytes or paths, so that saving does not copy the image files into the dataset.
         plain = without_features(plain).add_column("labels", labels)
         plain.save_to_disk(str(self._folder / SAMPLES_FOLDER))
         return DataFacts(len(labels), num_labels)
@@ -359,7 +363,7 @@ def _empty_dataset_error(spec: DataSpec) -> InvalidRequestError:
 
 
 def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
-    """Return the dataset of a kind other than ``saved``: from the hub, an image folder or files."""
+    """Return a dataset from the hub, an image folder or files; ``load`` reads the kind ``saved``."""
     if spec.kind == "hub":
         name, _, config = spec.source.partition(":")
         # Read the revision that was looked up. Offline, only a revision that was downloaded earlier is there.
@@ -371,6 +375,7 @@ def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
     links = under_plain_names(files, cache / "links")
     options = {"sep": "\t"} if spec.kind == "csv" and ".tsv" in links[0] else {}
     try:
+        # ``files`` are those of the split alone, and datasets calls them ``train``.
         return load_dataset(spec.kind, data_files=links, split="train", cache_dir=str(cache), **options)
     except Exception as error:
         if len(files) > 1 and _NO_DATA not in str(error):
@@ -380,21 +385,21 @@ def _load_by_kind(spec: DataSpec, cache: Path) -> Any:
 
 
 def _check_same_columns(spec: DataSpec, files: list[str], links: list[str], options: dict[str, str]) -> None:
-    """Raise ``InvalidRequestError`` where the first samples of two files have different columns or types."""
+    """Raise ``InvalidRequestError`` where the first samples of two files, read by ``links``, have different columns."""
     some = zip(files[:_MOST_COMPARED], links, strict=False)
     readable = [(file, kinds) for file, link in some if (kinds := _column_types(spec, link, options))]
     for file, kinds in readable[1:]:
-        first, others = readable[0]
+        first, kinds_of_first = readable[0]
         # A missing value fits any type.
-        is_like = kinds.keys() == others.keys() and all(
-            kind == others[name] or _NOTHING in (kind, others[name]) for name, kind in kinds.items()
+        is_like = kinds.keys() == kinds_of_first.keys() and all(
+            kind == kinds_of_first[name] or _NOTHING in (kind, kinds_of_first[name]) for name, kind in kinds.items()
         )
         if not is_like:
             names = [in_one_line(str(Path(path).relative_to(spec.source))) for path in (file, first)]
             raise wrong_data(
                 spec,
                 f": {names[0]} has the columns {_columns_in_words(kinds)}, but {names[1]} has "
-                f"{_columns_in_words(others)}",
+                f"{_columns_in_words(kinds_of_first)}",
                 "give files with the same columns, or name one of the files with --dataset",
             )
 

@@ -17,7 +17,7 @@ from autotune.core.errors import InvalidRequestError
 from autotune.core.workload import Workload
 from autotune.worker.dataset.columns import check_in_vocabulary, find_column, find_text_columns, is_string, wrong_data
 from autotune.worker.dataset.prepared import IMAGE_TOKENS_FILE, LENGTHS_FILE, PROCESSOR_FOLDER, SAMPLES_FOLDER
-from autotune.worker.dataset.tokenizer import IMAGES, TEXT, images_in, load_processor, opened
+from autotune.worker.dataset.tokenizer import IMAGES, TEXT, images_in, load_processor, open_upright
 from autotune.worker.failures import first_line
 from autotune.worker.private.datasets import without_features
 
@@ -51,31 +51,33 @@ def read_images_with_text(dataset: Any, workload: Workload, folder: Path) -> Any
 
 
 class _ImageTextReading:
-    """Finds the columns of images and text, and counts the tokens of each sample in one pass."""
+    """Finds the columns of images and text, counts the tokens of each sample in one pass, and checks the samples."""
 
     def __init__(self, dataset: Any, workload: Workload, spec: DataSpec) -> None:
         self._workload = workload
         self._spec = spec
         self.processor = load_processor(spec.tokenizer)
         self._placeholder: str = self.processor.image_token
-        mine = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
-        if workload.config.get("image_token_id", mine) != mine:
+        token = self.processor.tokenizer.convert_tokens_to_ids(self._placeholder)
+        if workload.config.get("image_token_id", token) != token:
             raise InvalidRequestError(
-                f"the processor in {spec.tokenizer} writes images as token {mine}, and {workload.model} reads token "
+                f"the processor in {spec.tokenizer} writes images as token {token}, and {workload.model} reads token "
                 f"{workload.config['image_token_id']} as images",
                 "give the processor that belongs to the model with --tokenizer",
             )
-        # A token that begins an image; a model that has one finds images by it.
-        self._start: int | None = workload.config.get("vision_start_token_id")
+        # A token before an image's own ones; a model that has one finds images by it.
+        self._start_token: int | None = workload.config.get("vision_start_token_id")
         images = find_column(dataset, spec, spec.image_column, "--image-column", _IMAGE_NAMES, "image")
         self._text = self._text_column(dataset, images)
         self._is_chat = not is_string(dataset.features[self._text])
         self._images = images
         self._dataset = self._undecoded(dataset.select_columns([self._text, images]), images)
         self._texts: list[str] = []
+        # Each sample's images, where the dataset holds paths of images.
         self._paths: list[list[dict[str, Any]]] = []
         self.lengths: list[int] = []
         self.image_tokens: list[int] = []
+        # Indices of samples without an image, or whose text has not one placeholder for each image.
         self._without_image: list[int] = []
         self._miscounted: list[int] = []
         self._largest_token = 0
@@ -117,13 +119,14 @@ class _ImageTextReading:
         for number, (text, images) in enumerate(self._samples()):
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             places = ids.count(token)
-            begun = places if self._start is None else list(pairwise(ids)).count((self._start, token))
+            starts = places if self._start_token is None else list(pairwise(ids)).count((self._start_token, token))
             if not images:
                 self._without_image.append(number)
-            elif not places == begun == len(images):
+            elif not places == starts == len(images):
                 self._miscounted.append(number)
             of_images = sum(self._tokens_of(stored, number) for stored in images)
             self._texts.append(text)
+            # The processor replaces each placeholder by all tokens of an image.
             self.lengths.append(len(ids) - places + of_images)
             self.image_tokens.append(of_images)
             self._largest_token = max(self._largest_token, *ids, 0)
@@ -156,10 +159,10 @@ class _ImageTextReading:
             yield text, images
 
     def _tokens_of(self, stored: dict[str, Any], number: int) -> int:
-        """Return the number of tokens of an image, which follows from its size; ``number`` is its sample's index."""
+        """Return an image's number of tokens, which follows from its size; errors name its sample's ``number``."""
         where = f"--dataset {self._spec.label}: an image of sample {number + 1:,}"
         try:
-            with opened(stored) as image:
+            with open_upright(stored) as image:
                 size: tuple[int, int] = image.size
         except OSError as error:
             raise InvalidRequestError(
@@ -228,16 +231,17 @@ class _ImageTextReading:
 
 
 def _item(kind: Any) -> Any:
-    """Return the feature type of an image, in a column of images or of lists of images."""
+    """Return the feature type of one image from that of its column, which holds images or lists of images."""
     if isinstance(kind, list):
         return kind[0]
     return getattr(kind, "feature", kind)
 
 
 def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any]]:
-    """Return messages with contents as lists of parts, without fields that are ``None``.
+    """Return a sample's messages as chat templates read them: each content a list of parts of text and images.
 
-    Where no message has an image part, the sample's images go to the start of the user's first message, as in TRL.
+    Where no message has an image part, all ``images`` of the sample go to the start of the user's first message, as in
+    TRL.
     """
     made = [{"role": message["role"], "content": _parts_of(message["content"])} for message in messages]
     if not any(part.get("type") == "image" for message in made for part in message["content"]):
@@ -248,7 +252,7 @@ def _in_parts(messages: list[dict[str, Any]], images: int) -> list[dict[str, Any
 
 
 def _parts_of(content: Any) -> list[dict[str, Any]]:
-    """Return the content of a message as a list of parts, without fields that are ``None``."""
+    """Return a message's content as a list of parts, without the empty fields that Arrow adds to every part."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [{name: value for name, value in part.items() if value is not None} for part in content or []]

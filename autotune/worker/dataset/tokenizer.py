@@ -74,7 +74,7 @@ def _ensure_padding_token(tokenizer: Any, name: str | None) -> None:
 
 
 def _is_at_hand(name: str | None) -> bool:
-    """Return whether a tokenizer's folder exists or the hub answers; ``True`` without a name.
+    """Return whether ``from_pretrained`` can find a tokenizer fast: its folder exists, or the hub answers.
 
     The hub is asked once, with a short time limit, since ``from_pretrained`` retries for a minute.
     """
@@ -103,8 +103,8 @@ def open_stored(stored: dict[str, Any]) -> Any:
     return Image.open(io.BytesIO(stored["bytes"]) if stored["bytes"] else stored["path"])
 
 
-def opened(stored: dict[str, Any]) -> Any:
-    """Open a stored image, decoded only if its orientation must be corrected."""
+def open_upright(stored: dict[str, Any]) -> Any:
+    """Open a stored image and correct its orientation; it is decoded only if that is necessary."""
     from PIL import ImageOps
 
     image = open_stored(stored)
@@ -114,20 +114,20 @@ def opened(stored: dict[str, Any]) -> Any:
 
 
 def images_in(value: Any) -> list[Any]:
-    """Return the images in a column's value, which is an image, a list of images or ``None``."""
+    """Return a list of the images in a column's value, which is an image, a list of images or ``None``."""
     return [image for image in (value if isinstance(value, list) else [value]) if image]
 
 
 def _pixels(stored: dict[str, Any]) -> Any:
-    with opened(stored) as image:
+    with open_upright(stored) as image:
         return image.convert("RGB")
 
 
 @dataclass(frozen=True)
 class ImageTextCollator:
-    """Makes batches: decodes images, calls the processor on images and texts, and adds labels.
+    """Makes batches of images and text: decodes images, calls the processor, and adds labels.
 
-    Padding and tokens of images have no label.
+    Padding and tokens of images (``image_token``) have no label. ``padding``: how the processor pads.
     """
 
     processor: Any
