@@ -38,16 +38,17 @@ def without_adapters(model: Any) -> Any:
 
 
 def wrap_forward(model: Any, act: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a model's ``forward`` by ``act``; return the undo function.
+    """Replace a model's ``forward`` by ``act(model, original, *args, **kwargs)``; return the undo function.
 
-    ``act`` gets the model, the earlier function, which takes the model as well, and the arguments. A copy of the model
-    is wrapped, too, and ``act`` gets the copy.
+    ``original`` is the unbound function, which takes the model as well: a copy of the model is wrapped, too, and
+    ``act`` then gets the copy.
     """
-    earlier, function = vars(model).get("forward"), model.forward.__func__
+    # An earlier wrapper is an attribute of the model; its class has the function otherwise.
+    earlier, original = vars(model).get("forward"), model.forward.__func__
 
-    @functools.wraps(function)
+    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return act(self, function, *args, **kwargs)
+        return act(self, original, *args, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 
@@ -61,9 +62,10 @@ def wrap_forward(model: Any, act: Callable[..., Any]) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def undone_on_error(undo: Callable[[], None], problem: str) -> Iterator[None]:
-    """Call ``undo`` where the block raises an error.
+    """Call ``undo`` where the block, which tries a model in an unusual way, raises an error.
 
-    An error of a model that was called in an unusual way becomes a ``SettingUnavailableError`` that names ``problem``.
+    An error that may come from this way becomes a ``SettingUnavailableError`` that names ``problem``. Others are
+    raised as they are, such as a lack of memory.
     """
     try:
         yield
@@ -94,12 +96,11 @@ Change = Callable[[Any], Any]
 
 
 def stock_settings(trainer: Trainer) -> dict[str, int]:
-    """Return the dictionary of settings by which stock transformers does what was applied to a ``Trainer``.
+    """Return the settings by which stock transformers would do what ``apply`` did to a ``Trainer``, to be added to.
 
-    Its keys are ``every_n_layers`` of the checkpointing ``kwargs``, and ``pad_to_multiple_of`` of the collator.
+    The keys are ``every_n_layers`` of the checkpointing ``kwargs``, and ``pad_to_multiple_of`` of the collator.
     """
-    found: dict[str, int] = vars(trainer).setdefault("stock_settings", {})
-    return found
+    return vars(trainer).setdefault("stock_settings", {})  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -129,15 +130,16 @@ def change_loader(loader: Any, change: Change) -> Any:
 
     Raises ``SettingUnavailableError`` where it is not a ``DataLoader`` of torch.
     """
-    # accelerate's loader draws from one within.
-    within = getattr(loader, "base_dataloader", loader)
-    if not callable(getattr(within, "collate_fn", None)):
+    # accelerate's loader takes batches from a loader within.
+    base = getattr(loader, "base_dataloader", loader)
+    if not callable(getattr(base, "collate_fn", None)):
         raise SettingUnavailableError(f"the training loader is {type(loader).__name__}, which has no collator")
-    collate = within.collate_fn
+    collate = base.collate_fn
+    # Look whether the change is applied already, beneath others.
     while isinstance(collate, _ChangingCollator) and collate.change is not change:
         collate = collate.collate
     if not isinstance(collate, _ChangingCollator):
-        loader.collate_fn = within.collate_fn = _ChangingCollator(within.collate_fn, change)
+        loader.collate_fn = base.collate_fn = _ChangingCollator(base.collate_fn, change)
     return loader
 
 
@@ -150,7 +152,7 @@ def change_batches(trainer: Trainer, change: Change) -> None:
 
 
 def check_undivided(trainer: Trainer) -> None:
-    """Raise ``SettingUnavailableError`` where accelerate or ``DataParallel`` would split a batch by samples."""
+    """Raise ``SettingUnavailableError`` where a batch, whose samples a setting joins, would be divided by samples."""
     dispatches = trainer.accelerator.dispatch_batches
     if dispatches is None:
         # accelerate's default (data_loader.prepare_data_loader), with one process as well.
@@ -178,7 +180,7 @@ def longest_position(model: Any) -> int | None:
 
 
 def padding_value(trainer: Trainer) -> int:
-    """Return the padding token of the tokenizer, or of the model, or 0."""
+    """Return the padding token of a ``Trainer``'s tokenizer, else that of its model's config, else 0."""
     model = without_adapters(trainer.accelerator.unwrap_model(trainer.model))
     for source in (trainer.processing_class, getattr(model, "config", None)):
         token = getattr(source, "pad_token_id", None)
@@ -191,7 +193,7 @@ def padding_value(trainer: Trainer) -> int:
 class PaddedToMultiple:
     """Pads a batch on the right until its tokens are a multiple of a number; a seq2seq model's targets likewise.
 
-    No batch is padded beyond ``longest``, the number of positions of the model.
+    ``pad`` is the padding token. No batch is padded beyond ``longest``, the number of positions of the model.
     """
 
     multiple: int
@@ -258,13 +260,13 @@ _COLLATORS = (
 
 
 def _collator_pads(trainer: Trainer, multiple: int, longest: int | None) -> bool:
-    """Return whether a transformers collator of the Trainer can do this padding, and nobody else makes its batches.
+    """Return whether ``pad_to_multiple_of`` of a Trainer's collator would pad alike, without autotune.
 
-    Its ``pad_to_multiple_of`` has no limit, so the longest samples must not be padded beyond ``longest``.
+    That option has no limit, so it must not pad the longest samples beyond ``longest`` positions.
     """
     collator = trainer.data_collator
-    makes_batches = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
-    if not makes_batches or type(collator) not in _COLLATORS or multiple % (collator.pad_to_multiple_of or 1):
+    uses_collator = type(trainer).get_train_dataloader is Trainer.get_train_dataloader
+    if not uses_collator or type(collator) not in _COLLATORS or multiple % (collator.pad_to_multiple_of or 1):
         return False
     if longest is None:
         return True
@@ -273,7 +275,7 @@ def _collator_pads(trainer: Trainer, multiple: int, longest: int | None) -> bool
 
 
 def during_training(trainer: Trainer, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Make each training of a ``Trainer`` run within a context manager."""
+    """Make each training of a ``Trainer`` run within a new context manager that ``context`` returns."""
     trains = trainer._inner_training_loop
 
     @functools.wraps(trains)
@@ -329,9 +331,9 @@ def without_full_masks(batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _looking_for_no_packed_samples() -> Iterator[None]:
-    """Keep transformers from searching for packed samples where there is no mask."""
+    """Keep transformers in the block from searching batches without a mask for packed samples."""
     is_tracing, find = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
-    # As transformers does by itself since 5.23 where there is no mask.
+    # Nothing is traced where it is called without a tensor, a mask: as transformers does by itself since 5.23.
     masking_utils.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:

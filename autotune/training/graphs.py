@@ -65,10 +65,10 @@ _Result = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass
 class _Shape:
-    """One shape of inputs: its size in elements, its eager runs, its graphs that write gradients or add to them."""
+    """One shape of inputs: its elements, its eager micro-steps, its graphs that write gradients or add to them."""
 
-    size: int
-    seen: int = 0
+    elements: int
+    eager_runs: int = 0
     writing: _Graph | None = None
     adding: _Graph | None = None
 
@@ -78,7 +78,10 @@ class _Shape:
 
 
 class GraphedSteps:
-    """Runs micro-steps in place of ``Trainer.training_step``: as CUDA graphs where possible, else eagerly."""
+    """Runs micro-steps in place of ``Trainer.training_step``: as CUDA graphs where possible, else eagerly.
+
+    ``is_first`` tells the first micro-step of an optimizer step. ``leaves`` are the inputs without their structure.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
@@ -111,6 +114,7 @@ class GraphedSteps:
         inputs = self._trainer._prepare_inputs(inputs)
         leaves, structure = pytree.tree_flatten((inputs, num_items_in_batch))
         shape = self._shape_of(leaves, structure)
+        # An optimizer step begins without gradients.
         is_first = self._parameters[0].grad is None
         if self._must_release and is_first:
             self._must_release = not self.release()
@@ -118,11 +122,12 @@ class GraphedSteps:
         if shape is not None and not self._must_release:
             graph = shape.graph(is_first=is_first)
             if graph is None:
-                if shape.seen >= EAGER_MICRO_STEPS and self._may_capture(shape, is_first=is_first):
+                if shape.eager_runs >= EAGER_MICRO_STEPS and self._may_capture(shape, is_first=is_first):
                     return self._captured(model, shape, leaves, structure, is_first=is_first)
-                shape.seen += 1
+                shape.eager_runs += 1
         if graph is None:
             if is_first and self._gradients:
+                # Autograd then adds to the tensors that graphs write.
                 self._zero()
             return run(model, inputs, num_items_in_batch)
         if self.on_replay is not None:
@@ -131,7 +136,7 @@ class GraphedSteps:
         return self._replay(model, graph, tensors, is_first=is_first)
 
     def _run_first(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
-        """Run the first micro-step, and have checkpoints not save the state of random numbers from now on.
+        """Run the first micro-step; from now on, have checkpoints not save the state of random numbers.
 
         A capture fails where a checkpoint reads or sets this state. Raises ``SettingUnavailableError`` where a model
         with checkpoints draws random numbers, since it could not draw the same ones again.
@@ -144,9 +149,9 @@ class GraphedSteps:
         for module in recomputing:
             own: Any = module._gradient_checkpointing_func
             module._gradient_checkpointing_func = functools.partial(own, preserve_rng_state=False)  # type: ignore[assignment]
-        drawn = torch.cuda.get_rng_state(self._trainer.args.device)
+        before = torch.cuda.get_rng_state(self._trainer.args.device)
         loss = self._run_eagerly(model, inputs, num_items_in_batch)
-        if recomputing and not torch.equal(drawn, torch.cuda.get_rng_state(self._trainer.args.device)):
+        if recomputing and not torch.equal(before, torch.cuda.get_rng_state(self._trainer.args.device)):
             raise SettingUnavailableError(
                 f"{type(_original(model)).__name__} draws random numbers, as dropout does, and its checkpoints cannot "
                 "draw the same again in a CUDA graph; train without dropout, or without cuda_graphs"
@@ -179,7 +184,7 @@ class GraphedSteps:
 
     @contextlib.contextmanager
     def _in_pool_of_graphs(self) -> Iterator[None]:
-        """Allocate the block's memory from the pool of the graphs.
+        """Allocate the block's memory from the pool of the graphs, in all threads.
 
         ``torch.cuda.use_mem_pool`` does this for one thread only, but the backward pass runs in another.
         """
@@ -189,6 +194,7 @@ class GraphedSteps:
             yield
         finally:
             torch._C._cuda_endAllocateToPool(device, self._pool)
+            # The beginning counted a use of the pool.
             torch._C._cuda_releasePool(device, self._pool)
 
     def _run(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
@@ -209,20 +215,20 @@ class GraphedSteps:
                 self._trainer._prepare_inputs = own
 
     def _shape_of(self, leaves: list[Any], structure: Any) -> _Shape | None:
-        """Return the record of the inputs' shape; ``None`` where this shape gets no graph."""
+        """Return the record of the inputs' shape; ``None`` where no graph supports it, or there are too many shapes."""
         key = self._key(leaves, structure)
         if key is None or (key not in self._shapes and len(self._shapes) >= MOST_SHAPES):
             return None
-        size = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return self._shapes.setdefault(key, _Shape(size))
+        elements = sum(leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return self._shapes.setdefault(key, _Shape(elements))
 
     def _may_capture(self, shape: _Shape, *, is_first: bool) -> bool:
         """Return whether this shape can be captured now. A larger one first drops the graphs of smaller shapes.
 
         A graph that adds to gradients can only be captured while these are in the tensors that graphs write.
         """
-        captured = [each.size for each in self._shapes.values() if each.writing or each.adding]
-        if captured and shape.size > max(captured):
+        captured = [each.elements for each in self._shapes.values() if each.writing or each.adding]
+        if captured and shape.elements > max(captured):
             return is_first and self.release()
         return is_first or (bool(self._gradients) and self._parameters[0].grad is self._gradients[0])
 
@@ -230,6 +236,7 @@ class GraphedSteps:
         self, model: torch.nn.Module, shape: _Shape, leaves: list[Any], structure: Any, *, is_first: bool
     ) -> torch.Tensor:
         """Capture a micro-step, compare it with an eager one, add its gradients, and return its loss."""
+        # The graph reads its inputs from these tensors, into which later inputs are copied.
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         held = pytree.tree_unflatten(static, structure)
         before: list[torch.Tensor] = []
@@ -237,6 +244,7 @@ class GraphedSteps:
             self.on_capture()
         try:
             if self._gradients and not is_first:
+                # Of earlier micro-steps of this optimizer step, which the trials below overwrite.
                 before = [gradient.clone() for gradient in self._gradients]
             self._forget_gradients()
             expected = self._run_reference(model, *held)
@@ -245,10 +253,10 @@ class GraphedSteps:
             with torch.cuda.graph(captured, pool=self._pool, stream=self._stream):
                 loss = self._run(model, *held)
         except RuntimeError as error:
-            began = _original_error(error)
-            if isinstance(began, torch.OutOfMemoryError | SettingUnavailableError):
+            cause = _original_error(error)
+            if isinstance(cause, torch.OutOfMemoryError | SettingUnavailableError):
                 raise
-            why = f"{type(began).__name__}: {began}".splitlines()[0]
+            why = f"{type(cause).__name__}: {cause}".splitlines()[0]
             raise SettingUnavailableError(
                 f"a micro-step of {type(_original(model)).__name__} cannot be captured as a CUDA graph: {why}"
             ) from error
@@ -323,12 +331,13 @@ class GraphedSteps:
 
     def _compare(self, model: torch.nn.Module, eager: _Result, graph: _Result) -> None:
         """Raise ``SettingUnavailableError`` where a graph's result differs from an eager micro-step's."""
-        for what, one, other in zip(("loss", "gradients"), eager, graph, strict=True):
-            off = float((other - one).float().norm() / one.float().norm().clamp_min(1e-12))
-            if not off <= _TOLERANCE and bool(one.isfinite().all()):
+        for what, expected, found in zip(("loss", "gradients"), eager, graph, strict=True):
+            difference = float((found - expected).float().norm() / expected.float().norm().clamp_min(1e-12))
+            # ``not <=``, so that a graph's NaN is a difference. An eager loss or norm of inf or NaN proves nothing.
+            if not difference <= _TOLERANCE and bool(expected.isfinite().all()):
                 raise SettingUnavailableError(
                     f"the {what} of {type(_original(model)).__name__} in a CUDA graph differ from those of an eager "
-                    f"step by {off:.1%}; train without cuda_graphs"
+                    f"step by {difference:.1%}; train without cuda_graphs"
                 )
 
     def _created_gradients(self, model: torch.nn.Module) -> Sequence[torch.Tensor]:
@@ -349,6 +358,7 @@ class GraphedSteps:
             if callable(train := getattr(self._trainer.optimizer, "train", None)):
                 train()
         if is_first and any(shape.adding is graph for shape in self._shapes.values()):
+            # The optimizer step begins with a graph that adds to gradients.
             self._zero()
         torch._foreach_copy_(list(graph.inputs), list(tensors), non_blocking=True)
         graph.graph.replay()
@@ -385,14 +395,15 @@ def _random_state(device: torch.device) -> tuple[Any, ...]:
 
 def _original_error(error: RuntimeError) -> RuntimeError:
     """Return the earliest ``RuntimeError`` of a chain: ending a failed capture raises another error."""
-    began, at = error, error.__cause__ or error.__context__
-    while at is not None:
-        began = at if isinstance(at, RuntimeError) else began
-        at = at.__cause__ or at.__context__
-    return began
+    earliest, link = error, error.__cause__ or error.__context__
+    while link is not None:
+        earliest = link if isinstance(link, RuntimeError) else earliest
+        link = link.__cause__ or link.__context__
+    return earliest
 
 
 def _original(model: torch.nn.Module) -> torch.nn.Module:
+    """Return the model within ``torch.compile``'s wrapper, or the model itself."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -410,21 +421,21 @@ def retry_evaluation_without_graphs(trainer: Trainer, steps: GraphedSteps) -> No
         if trainer.args.batch_eval_metrics:
             steps.release()
             return evaluate(*args, **kwargs)
-        drawn = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         try:
             return evaluate(*args, **kwargs)
         except torch.OutOfMemoryError:
             if not steps.release():
                 raise
         # A loader draws a seed each time that it begins; the second evaluation draws the same one.
-        torch.set_rng_state(drawn)
+        torch.set_rng_state(rng_state)
         return evaluate(*args, **kwargs)
 
     trainer.evaluation_loop = evaluates
 
 
 def check_code(trainer: Trainer) -> None:
-    """Raise ``SettingUnavailableError`` where the user's own Python code runs in a micro-step."""
+    """Raise ``SettingUnavailableError`` where the user's own code runs in a micro-step, which a graph would skip."""
     for method in ("training_step", "compute_loss"):
         if getattr(type(trainer), method) is not getattr(Trainer, method) or method in vars(trainer):
             raise SettingUnavailableError(

@@ -45,7 +45,7 @@ def flagged_within_layers(model: torch.nn.Module) -> set[torch.nn.Module]:
 
 
 def _innermost_flagged(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the innermost modules with a checkpointing flag. Flags of outer modules only allow checkpointing."""
+    """Return the modules that checkpoint: the innermost with the flag ``gradient_checkpointing``, in their order."""
     flagged = {module for module in model.modules() if hasattr(module, "gradient_checkpointing")}
     flagged -= flagged_within_layers(model)
     return [module for module in model.modules() if flagged.intersection(module.modules()) == {module}]
@@ -85,7 +85,7 @@ _TAKES_EVERY = _ENABLE is not None and _EVERY in inspect.signature(_ENABLE).para
 
 
 def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
-    """Make a ``Trainer`` checkpoint ``count`` layers, evenly spread. Its arguments turn checkpointing on.
+    """Make a ``Trainer``, whose arguments turn checkpointing on, checkpoint only ``count`` layers, evenly spread.
 
     Where ``count`` layers are every n-th one, newer versions of transformers choose them, from the first layer on.
     """
@@ -96,7 +96,7 @@ def checkpoint_some_layers(trainer: Trainer, count: int) -> None:
         args.activation_checkpointing_kwargs = {**(args.activation_checkpointing_kwargs or {}), _EVERY: every}
 
     def turn_off_others(model: torch.nn.Module) -> None:
-        # Only where transformers turned on every n-th layer alone: a model's own way to turn it on ignores this.
+        # It returns how many layers were on: ``count`` where transformers, and not the model, turned on every n-th.
         if checkpoint_layers(model, count) == count and every is not None:
             stock_settings(trainer)[_EVERY] = every
 
@@ -123,7 +123,7 @@ cost time where a model generates with a cache, for which each layer has codes o
 
 
 def _turn_off_flags_within_layers(model: torch.nn.Module) -> None:
-    """Turn off the checkpointing flags of modules that do not checkpoint themselves.
+    """Turn off the checkpointing flags of modules that do not checkpoint themselves, so that layers compile whole.
 
     By its flag T5's attention has a bias of zeros require a gradient, which nothing uses. torch leaves that layer
     uncompiled, or compiles it in pieces (2.13).
@@ -133,7 +133,7 @@ def _turn_off_flags_within_layers(model: torch.nn.Module) -> None:
 
 
 def repeated_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the outermost modules of lists whose modules share a class, such as the layers of a transformer."""
+    """Yield a model's repeated layers: the modules of each outermost ``ModuleList`` whose modules share a class."""
     for child in module.children():
         inner = list(child.children())
         if isinstance(child, torch.nn.ModuleList) and len(inner) > 1 and len({type(each) for each in inner}) == 1:
@@ -150,9 +150,9 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
 
     Raises ``SettingUnavailableError`` for a model without repeated layers.
     """
-    make, dynamic = trainer.call_model_init, True if for_any_length else None
+    make_model, dynamic = trainer.call_model_init, True if for_any_length else None
     # A Trainer with a model_init makes another model when training starts.
-    trainer.call_model_init = lambda trial=None: _compile_repeated(trainer, make(trial), dynamic)
+    trainer.call_model_init = lambda trial=None: _compile_repeated(trainer, make_model(trial), dynamic)
     _compile_repeated(trainer, trainer.model, dynamic)
     # With torch_compile=True accelerate would compile the whole model as well.
     trainer.accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
@@ -164,7 +164,7 @@ def compile_layers(trainer: Trainer, *, for_any_length: bool = False) -> None:
 
 
 def _compile_repeated(trainer: Trainer, model: torch.nn.Module, dynamic: bool | None) -> torch.nn.Module:
-    """Compile the repeated layers of a model in place, turn its cache off unless asked for, and return the model."""
+    """Compile a model's repeated layers in place, turn off its cache unless the arguments ask for it; return it."""
     layers = list(repeated_layers(model))
     if not layers:
         raise SettingUnavailableError(
@@ -204,6 +204,7 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def _supports_float8(module: torch.nn.Module, _name: str) -> bool:
+    """Return whether a module is a linear layer with dimensions for FP8; torchao calls it with the name as well."""
     return isinstance(module, torch.nn.Linear) and not (
         module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
     )

@@ -80,7 +80,8 @@ def _piece(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed cross entropy of some tokens, and its gradient by the logits, divided by ``divisor``.
 
-    Large logits become their gradient, part by part. Compiled code never holds them in float32, and needs no parts.
+    Large logits are overwritten with their gradient, a part in float32 at a time. Compiled code never holds logits in
+    float32, and needs no parts.
     """
     logits = functional.linear(hidden, weight, bias)
     if torch.compiler.is_compiling() or logits.dtype == torch.float32 or logits.numel() < _PARTED_FROM:
@@ -113,7 +114,7 @@ def _compiled_piece(backend: str) -> _Piece:
 
 
 def pieces_of(tokens: int, words: int) -> int:
-    """Return how many pieces the tokens are divided in, so that each has at most ``_LOGITS_AT_ONCE`` logits.
+    """Return in how many pieces to divide ``tokens`` with ``words`` logits each: up to ``_LOGITS_AT_ONCE`` in a piece.
 
     A power of two: compiled code is for one size, and most batches can be halved into equal pieces.
     """
@@ -125,17 +126,18 @@ def pieces_of(tokens: int, words: int) -> int:
 
 @dataclass
 class Sums:
-    """The loss of a linear layer's output, and the gradients that are asked for, summed over the pieces so far."""
+    """The loss of a linear layer's output, and its gradients that are asked for, summed over the pieces so far."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     loss: torch.Tensor
+    # Gradients of the loss by the layer's input and parameters.
     of_hidden: torch.Tensor | None
     of_weight: torch.Tensor | None
     of_bias: torch.Tensor | None
 
     def add(self, piece: _Piece, start: int, hidden: torch.Tensor, labels: torch.Tensor, divisor: torch.Tensor) -> None:
-        """Add the loss and gradients of a piece of the tokens from ``start`` on, and free its temporary memory."""
+        """Add the loss and gradients of the tokens from ``start`` on whose hidden states are given, by ``piece``."""
         hidden = hidden.to(self.weight.dtype)
         entropy, gradient = piece(hidden, self.weight, self.bias, labels, divisor)
         self.loss += entropy
@@ -225,8 +227,7 @@ def linear_cross_entropy(
     if not torch.is_grad_enabled():
         hidden, weight, bias = hidden.detach(), weight.detach(), bias.detach() if bias is not None else None
     divisor = (labels != IGNORED).sum() if count is None else torch.as_tensor(count, device=hidden.device)
-    loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, piece, loss_scale)  # type: ignore[no-untyped-call]
-    return loss
+    return _LinearCrossEntropy.apply(hidden, weight, bias, labels, divisor, piece, loss_scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _FusedLoss:
@@ -257,7 +258,7 @@ class _FusedLoss:
         vars(model).pop("_fused_loss", None)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits, or where only the loss is needed, the hidden states, of which ``loss`` computes it."""
+        """Return the output layer's logits, or where only the loss is needed, its input, the hidden states."""
         return hidden if self._is_for_loss else self.logits_of_layer(hidden)
 
     def loss(
@@ -272,10 +273,9 @@ class _FusedLoss:
     ) -> torch.Tensor:
         """Return the loss of ``ForCausalLMLoss``, where possible from hidden states."""
         if logits.shape[-1] != self._layer.in_features or not self._is_for_loss:
-            stock: torch.Tensor = ForCausalLMLoss(
+            return ForCausalLMLoss(  # type: ignore[no-any-return]
                 logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
             )
-            return stock
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         flat = shift_labels.reshape(-1).to(logits.device)
@@ -289,10 +289,11 @@ class _FusedLoss:
 
 
 def _of_few_tokens(trainer: Any, model: Any) -> list[torch.Tensor]:
-    """Return a training's loss of a few tokens, whose logits are large enough to meet a cap, and some gradients.
+    """Return a training's loss of a few tokens and some of its gradients, to compare the stock and the fused loss.
 
-    The gradients are those by two parameters, the smallest, since those of all would be as large as the model. Raises
-    ``SettingUnavailableError`` where the loss cannot be computed from tokens alone.
+    The tokens' logits are so large that a model that limits logits changes them. The gradients are those by the two
+    smallest parameters, since those of all would be as large as the model. Raises ``SettingUnavailableError`` where the
+    loss cannot be computed from tokens alone.
     """
     layer: torch.nn.Linear = without_adapters(model).get_output_embeddings()
     trained = [each for each in model.parameters() if each.requires_grad and each.is_floating_point()]
@@ -313,7 +314,7 @@ def _of_few_tokens(trainer: Any, model: Any) -> list[torch.Tensor]:
             loss = trainer.compute_loss(model, inputs)
         gradients = torch.autograd.grad(loss, sorted(trained, key=torch.Tensor.numel)[:2], allow_unused=True)
     hook.remove()
-    return [loss.detach(), *(each for each in gradients if each is not None)]
+    return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
 def _are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
@@ -324,9 +325,9 @@ def _are_alike(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _layer_of(model: Any) -> Any:
-    """Return the output layer of a causal language model, after an earlier fused loss of the model is undone.
+    """Return the output layer of a causal language model, after undoing an earlier fused loss of the model.
 
-    Raises ``SettingUnavailableError`` as ``fuse_loss`` does.
+    Raises ``SettingUnavailableError`` for another loss, or for an output layer that is not ``torch.nn.Linear``.
     """
     name, layer = type(model).__name__, model.get_output_embeddings()
     if (earlier := vars(model).get("_fused_loss")) is not None:
@@ -343,7 +344,8 @@ def _layer_of(model: Any) -> Any:
 def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScaler | None = None) -> _FusedLoss:
     """Make a model compute its loss without all logits, and return the object that controls this.
 
-    Raises ``SettingUnavailableError`` for a model with another loss or another kind of output layer.
+    ``piece`` may be compiled; ``scaler`` is the training's gradient scaler, if it has one. Raises
+    ``SettingUnavailableError`` for a model with another loss or another kind of output layer.
     """
     model = without_adapters(model)
     layer = _layer_of(model)
@@ -357,6 +359,7 @@ def fuse_loss_of(model: Any, piece: _Piece = _piece, scaler: torch.amp.GradScale
             own.has_labels = kwargs.get("labels") is not None
         return whole(model, *args, **kwargs)
 
+    # An earlier wrapper serves the new fused loss as well.
     if not getattr(model.forward, "_tells_labels", False):
         wrap_forward(model, forward)
         model.forward.__func__._tells_labels = True
@@ -416,11 +419,11 @@ def _flag_set(fused: _FusedLoss, name: str) -> Iterator[None]:
 
 
 def divide_by_accumulation(trainer: Trainer) -> None:
-    """Make a ``Trainer`` check in its first micro-step whether the loss depends on ``num_items_in_batch``.
+    """Have a ``Trainer`` divide the loss by the accumulation where the model ignores ``num_items_in_batch``.
 
-    Where it does not, ``model_accepts_loss_kwargs`` becomes ``False`` in time for this micro-step, so that the Trainer
-    divides the loss; its ``divides_by_accumulation`` is then true. A model that is compiled as a whole runs this
-    micro-step without the compiler.
+    The first micro-step shows it. ``model_accepts_loss_kwargs`` then becomes ``False`` in time for this micro-step, so
+    that the Trainer divides; its ``divides_by_accumulation`` says whether it does. A model that is compiled as a whole
+    runs this micro-step without the compiler.
     """
     accepts_items = vars(trainer).get("model_accepts_loss_kwargs")
     if accepts_items and trainer.args.gradient_accumulation_steps > 1:
@@ -434,22 +437,23 @@ def withdraw_division(trainer: Trainer) -> None:
 
 
 class _FirstLoss:
-    """Takes the place of ``compute_loss`` until it has computed a loss of the training."""
+    """Takes the place of a Trainer's ``compute_loss`` in its first micro-step, for ``divide_by_accumulation``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._compute = trainer.compute_loss
-        self._own = vars(trainer).get("compute_loss")
+        # An attribute of the Trainer, if somebody has set one; else the method of its class.
+        self._earlier = vars(trainer).get("compute_loss")
 
     def withdraw(self) -> None:
         """Restore the Trainer's own ``compute_loss``."""
-        if self._own is None:
+        if self._earlier is None:
             del self._trainer.compute_loss
         else:
-            self._trainer.compute_loss = self._own
+            self._trainer.compute_loss = self._earlier
 
     def __call__(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        """Return the loss, and check by its autograd graph whether it depends on the number of items."""
+        """Return the loss; in training, check by its autograd graph whether it depends on the number of items."""
         trainer = self._trainer
         if num_items_in_batch is None or not torch.is_grad_enabled():
             return self._compute(*args, num_items_in_batch=num_items_in_batch, **kwargs)
@@ -472,14 +476,14 @@ class _FirstLoss:
         return computed
 
 
-def _depends_on(loss: torch.Tensor, number: torch.Tensor) -> bool:
-    """Return whether the autograd graph of a loss contains a tensor."""
+def _depends_on(loss: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Return whether the autograd graph of a loss contains a leaf tensor, so that the loss was computed from it."""
     nodes, seen = [loss.grad_fn], set()
     while nodes:
         node = nodes.pop(0)
         if node is None or node in seen:
             continue
-        if getattr(node, "variable", None) is number:
+        if getattr(node, "variable", None) is leaf:
             return True
         seen.add(node)
         nodes += [before for before, _ in node.next_functions]

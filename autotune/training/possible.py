@@ -28,28 +28,28 @@ _COMPARED = 3
 
 
 def obstacles(trainer: Trainer, batches: Sequence[Any]) -> dict[str, str]:
-    """Try settings on a ``Trainer`` and a few of its batches; return the reason for each setting it cannot have.
+    """Try settings on a ``Trainer`` and a few of its batches; return why it cannot have some, by the setting's name.
 
-    The settings stay applied afterwards, so the Trainer can only be inspected then.
+    Settings stay applied, so that the Trainer must not train afterwards.
     """
-    # As a collator makes them: a loader of accelerate has put them on the device.
+    # On the CPU, where a collator makes them: a loader of accelerate has put them on the device.
     batches = sorted((send_to_device(batch, "cpu") for batch in batches), key=_masked_tokens, reverse=True)
-    found = {}
+    reasons = {}
     try:
         check_code(trainer)
     except SettingUnavailableError as error:
-        found["cuda_graphs"] = str(error)
+        reasons["cuda_graphs"] = str(error)
     if (why := _why_not_ordered(trainer)) is not None:
-        found["train_sampling_strategy"] = why
+        reasons["train_sampling_strategy"] = why
     for name, value in SETTINGS.items():
         try:
             _check_setting(trainer, batches, name, value)
         except SettingUnavailableError as error:
-            found[name] = " ".join(str(error).split())
+            reasons[name] = " ".join(str(error).split())
         except Exception as error:
             # Whatever the code of the user raises where it is called otherwise than in its training.
-            found[name] = f"its Trainer could not be tried with it: {type(error).__name__}: {error}".splitlines()[0]
-    return found
+            reasons[name] = f"its Trainer could not be tried with it: {type(error).__name__}: {error}".splitlines()[0]
+    return reasons
 
 
 def _why_not_ordered(trainer: Trainer) -> str | None:
@@ -69,22 +69,24 @@ def _why_not_ordered(trainer: Trainer) -> str | None:
 
 
 def _check_setting(trainer: Trainer, batches: Sequence[Any], name: str, value: Any) -> None:
-    """Raise ``SettingUnavailableError`` where a setting cannot be applied to a ``Trainer`` or changes its loss."""
+    """Apply a setting to a ``Trainer``; raise ``SettingUnavailableError`` if that fails or changes the loss."""
     load = trainer.get_train_dataloader
     expected = [_loss(trainer, batch) for batch in batches[:_COMPARED]]
     apply(trainer, **{name: value})
     try:
         if not isinstance(loading := trainer.get_train_dataloader, Loading) or loading is load:
+            # The setting leaves batches as they are, and compared its own loss as it was applied.
             return
         changed = [loading.change(batch) for batch in batches]
         if not expected:
             raise SettingUnavailableError("its batches could not be looked at")
-        found = zip(expected, changed, strict=False)
-        off = [abs(_loss(trainer, batch) - loss) / max(abs(loss), 1e-6) for loss, batch in found]
+        pairs = zip(expected, changed, strict=False)
+        differences = [abs(_loss(trainer, batch) - loss) / max(abs(loss), 1e-6) for loss, batch in pairs]
         is_half = next(trainer.model.parameters()).dtype in (torch.bfloat16, torch.float16)
-        if not all(each <= (_ALIKE_IN_HALF if is_half else _ALIKE) for each in off):
-            raise SettingUnavailableError(f"the loss of a batch is another one with it, by {max(off):.1%}")
+        if not all(difference <= (_ALIKE_IN_HALF if is_half else _ALIKE) for difference in differences):
+            raise SettingUnavailableError(f"the loss of a batch is another one with it, by {max(differences):.1%}")
     finally:
+        # Changes of batches would add up over the settings.
         trainer.get_train_dataloader = load
 
 

@@ -87,6 +87,7 @@ def _attend_backward(
     dropout: float,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of ``attend`` by query, key and value; ``gradient`` is that by its first result."""
     left, right = (window - 1, 0) if window else (None, None)
     of_query, of_key, of_value = torch.ops.aten._flash_attention_backward(
         gradient.contiguous(), query, key, value, attended, sums, ends, ends, longest, longest, dropout, not window,
@@ -116,6 +117,7 @@ ATTENTION = "autotune_varlen"
 """The name by which transformers finds the attention of samples in one row."""
 
 _BORDERS_OF = "cu_seq_lens_q"
+"""The field of a batch that says where its samples begin: transformers' name for their borders."""
 # Largest size of a head that the kernel takes (torch 2.11: flash_api.cpp).
 _LARGEST_HEAD = 256
 # Most tokens of a sample that only fills a row, so that its attention costs little. A choice.
@@ -141,7 +143,8 @@ def _each_by_itself(
     dropout: float,
     scale: float | None,
 ) -> torch.Tensor:
-    """Return causal attention of each sample separately; tensors are (1, heads, tokens, size)."""
+    """Return causal attention as ``attend`` does, but sample by sample; tensors are (1, heads, tokens, size)."""
+    # The last border may be repeated, without a sample.
     parts, lengths = [], [length for length in ends.diff().tolist() if length]
     groups = query.shape[1] // key.shape[1]
     key, value = (repeat_kv(tensor, groups) if groups > 1 else tensor for tensor in (key, value))
@@ -205,7 +208,8 @@ class InOneRow:
 
     The first token of a sample follows from nothing before it. Its label becomes -100, unless ``keeps_first``. With a
     ``multiple``, samples that do not count fill the row to a multiple of so many tokens, and the last border is
-    repeated up to a fixed number of borders: rows then have few shapes.
+    repeated up to a fixed number of borders: rows then have few shapes. Fillers consist of the padding token ``pad``,
+    and are no longer than ``longest``, the number of positions of the model.
     """
 
     keeps_first: bool = False
@@ -252,22 +256,23 @@ class InOneRow:
     def _filled(
         self, row: dict[str, torch.Tensor], ends: torch.Tensor, samples: int | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Return a row padded to a multiple of tokens, and the borders of its samples.
+        """Return a row with fillers up to a multiple of tokens, and its borders, filled up to have few shapes.
 
-        The borders are filled up to have few shapes. ``samples``: number in the batch; ``None`` if rows may be packed.
+        ``samples`` is the number of samples in the batch; ``None`` if it is unknown, since rows may be packed.
         """
         assert self.multiple is not None
         tokens, filler = len(row["position_ids"]), min(_FILLER, self.longest or _FILLER)
         fill = -tokens % self.multiple
-        within = torch.arange(fill) % filler
+        positions = torch.arange(fill) % filler
         values = {"input_ids": self.pad, "labels": IGNORED}
         filled = {}
         for name, value in row.items():
-            added = within if name == "position_ids" else torch.full((fill,), values.get(name, 0))
+            added = positions if name == "position_ids" else torch.full((fill,), values.get(name, 0))
             filled[name] = torch.cat((value, added.to(value)))
         fillers = torch.arange(tokens, tokens + fill, filler)
         ends = torch.cat((ends[:-1], fillers, torch.tensor([tokens + fill])))
         if samples is None:
+            # Else there is room for as many fillers as a batch of so many samples can need.
             borders = -(-len(ends) // _BORDERS) * _BORDERS
         else:
             borders = samples + -(-(self.multiple - 1) // filler) + 1
@@ -313,9 +318,9 @@ class PackedRows(Dataset[dict[str, list[int]]]):
 
 
 def best_fit(lengths: Sequence[int], tokens: int) -> list[list[int]]:
-    """Return rows of sample indices, at most ``tokens`` tokens each, with little free space.
+    """Assign samples with these ``lengths`` to rows of at most ``tokens`` tokens; return the samples' indices by row.
 
-    The longest sample comes first, and each goes where it leaves the least free (best fit decreasing). Raises
+    The longest sample comes first, and each goes where it leaves the least space free (best fit decreasing). Raises
     ``ValueError`` where a sample is longer than a row.
     """
     rows: list[list[int]] = []
@@ -366,7 +371,7 @@ def join_samples(trainer: Trainer, multiple: int | None = None) -> None:
     """Make a ``Trainer`` put the samples of a training batch in one row, with attention within each sample.
 
     With a ``multiple``, rows are filled to multiples of so many tokens. Evaluations stay as they are, but for rows of
-    ``pack``. Raises ``SettingUnavailableError`` for a model whose samples would mix.
+    ``pack``. Raises ``SettingUnavailableError`` for a model whose samples would mix, and where they cannot be joined.
     """
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     base = without_adapters(model)
@@ -418,7 +423,7 @@ def join_samples(trainer: Trainer, multiple: int | None = None) -> None:
 
 
 def _attend_by_borders(model: Any) -> Callable[[], None]:
-    """Make a model attend within samples where a batch has borders, else with sdpa; return the undo function.
+    """Make a model attend within samples where a batch says where they begin, else with sdpa; return the undo function.
 
     The attention stays until the next call, since checkpointed layers run again in the backward pass.
     """
@@ -441,6 +446,7 @@ def _attend_by_borders(model: Any) -> Callable[[], None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _set_attention(model: Any, implementation: str) -> None:
+    """Set the attention in a model's configs to sdpa or ``ATTENTION``, where it is the other one of these."""
     for config in (model.config, model.config.get_text_config()):
         if config._attn_implementation in ("sdpa", ATTENTION) and config._attn_implementation != implementation:
             config._attn_implementation = implementation
@@ -459,6 +465,7 @@ def _restore_sdpa(model: Any) -> Iterator[None]:
 def _mixes(trainer: Trainer, model: Any) -> bool:
     """Return whether a sample's logits depend on the sample before it or on its place in the row."""
     words = model.get_input_embeddings().num_embeddings
+    # Tokens that differ everywhere between ``first`` and ``changed``, and a sample to follow either.
     first, changed, second = ([(7 * i + at) % words for i in range(count)] for at, count in ((1, 5), (3, 5), (2, 6)))
     device = next(model.parameters()).device
 
@@ -473,6 +480,7 @@ def _mixes(trainer: Trainer, model: Any) -> bool:
         return of_row[0, -len(second) :].float()
 
     with in_evaluation_mode(model):
-        one, other, alone = logits(first, second), logits(changed, second), logits(second)
-    largest = one.abs().max()
-    return bool((one - other).abs().max() > _APART * largest or (one - alone).abs().max() > _ALIKE * largest)
+        after_first, after_changed, alone = logits(first, second), logits(changed, second), logits(second)
+    largest = after_first.abs().max()
+    depends_on_before = (after_first - after_changed).abs().max() > _APART * largest
+    return bool(depends_on_before or (after_first - alone).abs().max() > _ALIKE * largest)

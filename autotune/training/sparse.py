@@ -32,7 +32,7 @@ POSITIONS = "predicted_positions"
 # Batches have as many positions as the next sixteenth of their tokens, some of them without a label, so that most
 # batches have one shape: kernels are chosen, memory is reserved and CUDA graphs are captured once. A choice.
 _SHARES = 16
-# Largest difference as a share of the largest logit: logits of fewer tokens may come from another kernel. A choice.
+# Largest difference of logits, as a share of the largest: those of fewer tokens may come from another kernel. A choice.
 _ALIKE = 0.05
 
 
@@ -59,7 +59,7 @@ def with_positions(batch: Any) -> Any:
 
 
 class _Chosen:
-    """Passes only some tokens of an encoder's output on to the layers after it."""
+    """Passes only some tokens of an encoder's output on to the layers after it; all while ``positions`` is ``None``."""
 
     positions: torch.Tensor | None = None
 
@@ -129,7 +129,7 @@ def predict_labelled_tokens(trainer: Trainer) -> None:
 
 
 def _is_alike(model: Any) -> bool:
-    """Return whether a model's logits of some tokens are the same as among all tokens."""
+    """Return whether a model gives some tokens the same logits alone (``some``) as among all tokens (``every``)."""
     words, device = model.get_input_embeddings().num_embeddings, next(model.parameters()).device
     tokens = torch.arange(8, device=device).reshape(2, 4) % words
     positions = torch.tensor([6, 1], device=device)

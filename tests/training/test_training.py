@@ -220,7 +220,7 @@ class TestGraphs:
         stock, trainer = stock_and_another(classifier, data, tmp_path, **settings)
         steps = graphed(trainer)
         check_same(train(trainer), stock, 1e-5, 2e-5)
-        largest, *others = sorted(steps._shapes.values(), key=lambda shape: -shape.size)
+        largest, *others = sorted(steps._shapes.values(), key=lambda shape: -shape.elements)
         assert largest.writing is not None
         assert all(shape.adding is not None and shape.writing is None for shape in others)
 
