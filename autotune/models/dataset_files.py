@@ -43,7 +43,7 @@ _NEXT_STEP = "give a jsonl, csv or parquet file, a folder of images, a folder fr
 
 
 class LocatedData(NamedTuple):
-    """A dataset that was found."""
+    """Where a dataset was found, in which format, and a hash of its content."""
 
     source: str
     """Absolute path, or name on the hub."""
@@ -53,22 +53,22 @@ class LocatedData(NamedTuple):
 
 
 def locate(name: str, split: str | None) -> LocatedData:
-    """Find the dataset with this name. Files are hashed but not parsed; the hub is asked for the commit.
+    """Find the dataset with this name: a file, a folder, or a dataset on the hub, which is asked for its commit.
 
-    ``split`` is ``None`` where the user named none: then it is ``train``, or all files where no file is named so.
-    Raises ``InvalidRequestError`` where there is no such dataset, its format is unknown, or it lacks the split.
+    Files are hashed but not parsed. ``split`` is ``None`` where the user named none: then it is ``train``, or all files
+    where no file is named so. Raises ``InvalidRequestError`` for no such dataset, an unknown format or a missing split.
     """
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if path.is_dir():
         kind, files = _folder_kind(path, name, split)
     elif path.is_file():
-        if (known := _KIND_OF_SUFFIX.get(_suffix(path))) is None:
+        if (kind_of_file := _KIND_OF_SUFFIX.get(_suffix(path))) is None:
             raise InvalidRequestError(
                 f"--dataset {name}: {path.suffix or 'a name without suffix'} is not a known data format", _NEXT_STEP
             )
         if path.stat().st_size == 0:
             raise InvalidRequestError(f"--dataset {name}: the file is empty", "give a file with samples")
-        kind, files = known, [path]
+        kind, files = kind_of_file, [path]
         if split not in (None, DEFAULT_SPLIT):
             raise InvalidRequestError(
                 f"--split {split}: --dataset {name} is a single file, which has no splits",
@@ -101,7 +101,7 @@ def check_unchanged(spec: DataSpec, *, of_processor: bool = False) -> None:
 
 
 def tokenizer_content(name: str, *, of_processor: bool = False) -> str:
-    """Return a hash of a tokenizer's or processor's files in a folder; for a hub name, the name itself."""
+    """Return a hash of a tokenizer's or processor's files, to notice changes; for a hub name, the name itself."""
     folder = Path(os.path.expanduser(name))
     if not folder.is_dir():
         return name
@@ -140,7 +140,7 @@ def _suffix(path: Path) -> str:
 def _near_file(path: Path) -> str:
     """Return ``did you mean …?`` for a misspelt file, with similar data files in its folder, or an empty string.
 
-    What follows the last dot has to be like a suffix of a known format: names on the hub may have versions there.
+    Without an ending like a suffix of a known format it is no file: names on the hub may have versions there.
     """
     beside: list[str] = []
     if near_misses(_suffix(path), _KIND_OF_SUFFIX, most=1):
@@ -151,7 +151,7 @@ def _near_file(path: Path) -> str:
 
 
 def _folder_kind(path: Path, name: str, split: str | None) -> tuple[DataKind, list[Path]]:
-    """Return format and files of a dataset's folder. Raises ``InvalidRequestError`` as ``locate`` does."""
+    """Return the format of a dataset's folder, and the split's files. Raises ``InvalidRequestError`` as ``locate``."""
     if any((path / file).is_file() for file in _SAVED_FILES):
         if split not in (None, DEFAULT_SPLIT) and not (path / _SAVED_FILES[1]).is_file():
             raise InvalidRequestError(
@@ -169,24 +169,25 @@ def _folder_kind(path: Path, name: str, split: str | None) -> tuple[DataKind, li
         raise InvalidRequestError(
             f"--dataset {name}: the folder has files of several formats ({', '.join(kinds)})", "name one of the files"
         )
-    found = _files_of_kind(path, kinds[0])
-    chosen = _of_split(path, found, split or DEFAULT_SPLIT)
+    data = _files_of_kind(path, kinds[0])
+    chosen = _of_split(path, data, split or DEFAULT_SPLIT)
     if split is not None and not chosen:
-        names = [in_one_line(str(file.relative_to(path))) for file in found]
+        names = [in_one_line(str(file.relative_to(path))) for file in data]
         raise InvalidRequestError(
             f"--split {split}: no file or folder in --dataset {name} is named so",
             f"it has {', '.join(names[:_MOST_NAMED])}{' …' if len(names) > _MOST_NAMED else ''}; name another split, "
             "or leave --split out",
         )
-    return kinds[0], chosen or found
+    return kinds[0], chosen or data
 
 
 def _files_of_kind(path: Path, kind: DataKind) -> list[Path]:
+    """Return the files of a format in a folder and its subfolders."""
     return sorted(file for file in path.rglob("*") if file.is_file() and _KIND_OF_SUFFIX.get(_suffix(file)) == kind)
 
 
 def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
-    """Return the files whose name or folder contains the split's name as a word."""
+    """Return the files whose name or folder, below ``root``, contains the split's name as a word."""
     words = "|".join(re.escape(word.lower()) for word in _SPLIT_WORDS.get(split, (split,)))
     # A letter next to it makes it part of another word; a digit or a sign does not.
     named = re.compile(rf"(?<![^\W\d_])({words})(?![^\W\d_])")
@@ -194,7 +195,7 @@ def _of_split(root: Path, files: list[Path], split: str) -> list[Path]:
 
 
 def _content(root: Path, files: Iterable[Path]) -> str:
-    """Return a hash of file contents, or of sizes and times where the files are large."""
+    """Return a hash of the files' names, sizes and contents; of large files the times of change, not the contents."""
     facts = [(file, file.stat()) for file in files]
     is_small = sum(status.st_size for _, status in facts) <= _HASHED_BYTES
     digest = hashlib.sha256()
@@ -212,9 +213,9 @@ _MARK = "@"
 
 
 def hub_content(name: str) -> str:
-    """Return ``NAME@COMMIT`` for a dataset ``NAME`` or ``NAME:CONFIG``; the name alone for an unknown commit.
+    """Return ``NAME@COMMIT``, which tells versions of a dataset apart; the name alone where the commit is unknown.
 
-    Asks the hub, then its cache on this machine. Imports huggingface_hub.
+    ``name`` may be ``NAME:CONFIG``. Asks the hub, then its cache on this machine.
     """
     from huggingface_hub import HfApi, constants
 

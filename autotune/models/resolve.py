@@ -58,10 +58,10 @@ class ModelSource:
 
 
 def resolve_model(name: str) -> ModelSource:
-    """Return the config of a model's name.
+    """Return the config of the model with this name, and where it was found; see the module for the order.
 
-    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` for an unknown name, or where
-    its config cannot be built.
+    Answers within about 10 s on a machine without a network. Raises ``UnknownModelError`` for an unknown name, or a
+    config that no model can be built from.
     """
     if not name.strip():
         raise UnknownModelError(f"{name!r} is not a model name", _NEXT_STEP)
@@ -88,7 +88,7 @@ def resolve_model(name: str) -> ModelSource:
 
 
 def repository_of(entry: catalog.CatalogEntry, name: str) -> str | None:
-    """Return the repository that was named, else the entry's own; ``None`` where it exists in the catalog alone."""
+    """Return a catalog entry's hub repository: that with the given name, else the main one; ``None`` if it has none."""
     for known in (entry.name, *entry.aliases):
         if "/" in known and name.lower() in (known.lower(), known.rsplit("/", 1)[-1].lower()):
             return known
@@ -96,6 +96,7 @@ def repository_of(entry: catalog.CatalogEntry, name: str) -> str | None:
 
 
 def _unknown_model_error(name: str, reason: str) -> UnknownModelError:
+    """Return the error for a name without a model; it suggests similar names of the catalog."""
     near = catalog.near_names(name)
     question = f"did you mean {' or '.join(near)}? " if near else ""
     return UnknownModelError(f"no model {name!r}: {reason}", question + _NEXT_STEP)
@@ -105,7 +106,7 @@ def _unknown_model_error(name: str, reason: str) -> UnknownModelError:
 
 
 def _refuse_path(name: str, folder: str) -> None:
-    """Raise ``UnknownModelError`` for a name that must be a path but has no ``config.json``."""
+    """Raise ``UnknownModelError`` for a name that must be a path, since there was no ``config.json`` in ``folder``."""
     if os.path.isdir(folder):
         raise UnknownModelError(
             f"the folder {name!r} has no {CONFIG_FILE}",
@@ -139,7 +140,7 @@ def _read_config(name: str, file: Path) -> dict[str, Any]:
 
 
 def _refuse_custom_code(where: str, config: dict[str, Any]) -> None:
-    """Raise ``UnknownModelError`` where the model itself is custom code; a custom tokenizer does not matter.
+    """Raise ``UnknownModelError`` where only code in the repository can build the model, and not transformers.
 
     Repositories keep ``auto_map`` after transformers has adopted their architecture. Where the catalog has the model
     type, transformers' own code builds it.
@@ -184,22 +185,23 @@ def _hub_file(name: str) -> str:
 
 
 def _download(name: str) -> str:
+    """Download the model's ``config.json`` without a progress bar; return its path in the hub cache."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     # A single request without retries first, since hf_hub_download retries an unreachable hub.
     get_hf_file_metadata(hf_hub_url(name, CONFIG_FILE), timeout=_HUB_TIMEOUT_SECONDS)
-    quiet_already = are_progress_bars_disabled()
+    was_quiet = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         return hf_hub_download(name, CONFIG_FILE, etag_timeout=_HUB_TIMEOUT_SECONDS)
     finally:
-        if not quiet_already:
+        if not was_quiet:
             enable_progress_bars()
 
 
 def _with_timeout(seconds: float, work: Callable[[], str]) -> str:
-    """Return the result of ``work``, or raise ``TimeoutError``. A thread that continues does not delay the exit."""
+    """Return the result of ``work``, run in a thread that does not delay the exit; raises ``TimeoutError``."""
     future = Future[str]()
 
     def run() -> None:

@@ -22,12 +22,12 @@ _DEFAULT_SCALE = 2
 
 
 def is_merging(model_type: str) -> bool:
-    """Return whether a model takes the image patches of a batch as one list, with their sizes beside it."""
+    """Return whether models of this type take the image patches of a batch as one list, with the images' sizes."""
     return model_type in _MERGING
 
 
 def choose_image_side(config: dict[str, Any], asked: int | None) -> int:
-    """Return the side of the images in pixels: the requested side, else the model's usual one.
+    """Return the side of a sample's images in pixels: the requested side (``asked``), else the model's usual one.
 
     Raises ``InvalidRequestError`` for a model with unknown images, or a side that it does not support.
     """
@@ -59,7 +59,7 @@ def choose_image_side(config: dict[str, Any], asked: int | None) -> int:
 
 
 def tokens_of_image(config: dict[str, Any], side: int) -> int:
-    """Return the number of tokens of a square image."""
+    """Return the number of tokens that a model makes of a square image with a side of so many pixels."""
     if config["model_type"] in _MERGING:
         return (side // _token_side(config)) ** 2
     patches = (side // _patch_side(config)) ** 2
@@ -78,8 +78,7 @@ def check_images_fit(config: dict[str, Any], images: int, side: int, seq_len: in
 
 def _token_side(config: dict[str, Any]) -> int:
     """Return the side, in pixels, of the square that becomes one token."""
-    vision = config.get("vision_config") or {}
-    return _patch_side(config) * int(vision.get("spatial_merge_size", 2))
+    return _patch_side(config) * int((config.get("vision_config") or {}).get("spatial_merge_size", 2))
 
 
 def _patch_side(config: dict[str, Any]) -> int:
@@ -182,7 +181,7 @@ DEFAULT_SEQ_LEN = 512
 
 
 def max_seq_len(config: dict[str, Any]) -> int | None:
-    """Return the largest length that position embeddings allow; ``None`` without a limit."""
+    """Return the largest sequence length that a model's position embeddings allow; ``None`` without a limit."""
     # DeBERTa-v2 and -v3 have relative positions as well, and a table of absolute ones only if this is true.
     relative_only = config.get("relative_attention") is True and config.get("position_biased_input") is False
     if relative_only or config.get("model_type") in _RELATIVE_POSITION_TYPES:
@@ -191,7 +190,7 @@ def max_seq_len(config: dict[str, Any]) -> int | None:
 
 
 def _stated_seq_len(config: dict[str, Any]) -> int | None:
-    """Return the length in the config, even if it is no limit."""
+    """Return the sequence length in a config, even if longer ones work; ``None`` where it has none."""
     # A model of images and text has the text's length in text_config.
     text = {**config, **(config.get("text_config") or {})}
     for key in _POSITION_KEYS:
@@ -204,7 +203,7 @@ def _stated_seq_len(config: dict[str, Any]) -> int | None:
 def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int:
     """Return the sequence length to measure: the requested one, else 512 or the config's smaller length; 1 for images.
 
-    Raises ``InvalidRequestError`` where the model does not support the requested length.
+    Raises ``InvalidRequestError`` where the requested length (``asked``) exceeds what the model supports.
     """
     if task == "image-classification":
         return 1
@@ -239,7 +238,7 @@ _OF_IMAGES = frozenset({"multi_modal_projector", "merger", "modality_projection"
 
 
 def with_quantize_alone(workload: Workload) -> Workload:
-    """Return the workload without its config's quantization, where ``--quantize`` asks for the same.
+    """Return the workload with ``--quantize`` alone: without its config's quantization, if that is the same.
 
     Raises ``InvalidRequestError`` where they differ, since a model with random weights is built without the config's
     quantization.
@@ -268,6 +267,7 @@ def with_quantize_alone(workload: Workload) -> Workload:
             raise InvalidRequestError(
                 f"{said} with {name} {value!r}, and --quantize {bits} measures {measured!r}", f"change it, or {copy}"
             )
+    # Of the modules that the config leaves unquantized, those count that this model has and ``--quantize`` quantizes.
     kept = {name.removeprefix("model.") for name in stated.get("llm_int8_skip_modules") or ()}
     absent = set() if workload.task == "image-text-to-text" else {*_OF_IMAGES}
     if not any("expert" in name for name in workload.config):

@@ -44,6 +44,7 @@ class CatalogEntry:
 
 
 def _without_organisation(name: str) -> str:
+    """Return ``bert-base-uncased`` for ``google-bert/bert-base-uncased``."""
     return name.rsplit("/", 1)[-1]
 
 
@@ -65,7 +66,7 @@ def entries() -> tuple[CatalogEntry, ...]:
 
 @cache
 def _entry_of_name() -> dict[str, CatalogEntry]:
-    """Return entries by all their names, and by these in lower case. A name as it is written has precedence."""
+    """Return the entries by each of their names, as written and in lower case; names as written have precedence."""
     exact = {name: entry for entry in entries() for name in entry.names}
     return {name.lower(): entry for name, entry in exact.items()} | exact
 
@@ -81,8 +82,10 @@ def near_names(name: str) -> tuple[str, ...]:
 
     The beginnings of names are compared, too: ``bert-lrge`` finds ``bert-large-uncased``.
     """
+    # Each name in lower case, with how it is written.
     spelling = {_without_organisation(known).lower(): known for entry in entries() for known in reversed(entry.names)}
     wanted = _without_organisation(name.rstrip("/")).lower()[:_LONGEST_COMPARED]
+    # Each beginning of a name up to a hyphen, with the names that begin so.
     beginnings: dict[str, list[str]] = {}
     for known in spelling:
         parts = known.split("-")
