@@ -208,6 +208,7 @@ def choose_seq_len(config: dict[str, Any], task: Task, asked: int | None) -> int
     if task == "image-classification":
         return 1
     if task == "speech-seq2seq":
+        # The transcript's tokens; 448 is Whisper's default.
         limit: int | None = int(config.get("max_target_positions", 448))
         usual = limit
     else:

@@ -75,7 +75,7 @@ def _check_setting(trainer: Trainer, batches: Sequence[Any], name: str, value: A
     apply(trainer, **{name: value})
     try:
         if not isinstance(loading := trainer.get_train_dataloader, Loading) or loading is load:
-            # The setting leaves batches as they are, and compared its own loss as it was applied.
+            # The setting leaves batches as they are, and ``apply`` has compared the loss.
             return
         changed = [loading.change(batch) for batch in batches]
         if not expected:

@@ -117,20 +117,21 @@ def make_schedule(
     micro_costs = padded * (1 if shape.joins else shape.batch)
     # Ranks wait for each other once a step, so the rank with the highest cost decides.
     costs = micro_costs.sum(axis=1).max(axis=1)
-    # The largest batches may have no attention mask, which makes them another shape than a padded batch as long.
+    # Without the shapes of the largest batches: where these have no attention mask, a padded batch as long is another.
     seen: set[int] = set()
     for step in random.choice(len(steps), shape.ordinary_steps):
         order += steps[step, : shape.micro_steps_run].reshape(-1).tolist()
         seen.update(shapes[step, : shape.micro_steps_run].reshape(-1).tolist())
     measured, repeats = _measured_steps(steps, shapes, np.argsort(costs, kind="stable"), seen, shape, random)
     order += measured
-    of_epoch = max(1, samples // step_samples)
-    new = new_in_steps(shapes.reshape(-1, shape.ranks), shape.micro_steps, of_epoch)
+    epoch_steps = max(1, samples // step_samples)
+    new = new_in_steps(shapes.reshape(-1, shape.ranks), shape.micro_steps, epoch_steps)
+    # The run takes one epoch, so that all of its new shapes are in the first.
     return Schedule(
         tuple(order),
         shape.worst_steps,
         repeats,
-        PlannedRun(of_epoch, 1.0, new[-1][1], new[-1][1], new, float(costs.mean()), lengths is not None),
+        PlannedRun(epoch_steps, 1.0, new[-1][1], new[-1][1], new, float(costs.mean()), lengths is not None),
     )
 
 
@@ -150,8 +151,9 @@ def _measured_steps(
         again: list[int] = []
         for _ in range(begin, min(begin + GROUP, shape.measured_steps)):
             step = by_cost[next(positions)]
-            run = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
-            samples, shapes_of_step = steps[step, run].reshape(-1).tolist(), set(shapes[step, run].reshape(-1).tolist())
+            chosen = random.choice(shape.micro_steps, shape.micro_steps_run, replace=False)
+            samples = steps[step, chosen].reshape(-1).tolist()
+            shapes_of_step = set(shapes[step, chosen].reshape(-1).tolist())
             order += samples
             if not shapes_of_step <= seen:
                 again += samples

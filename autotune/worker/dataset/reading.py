@@ -98,7 +98,7 @@ class _Reading:
 
     def _read_text(self, dataset: Any) -> DataFacts:
         """Tokenize and save a dataset of text, packed in rows if asked for; return its facts."""
-        name = self._spec.tokenizer
+        spec, name = self._spec, self._spec.tokenizer
         tokenizer = load_tokenizer(name)
         if self._workload.task == "masked-lm" and tokenizer.mask_token is None:
             raise InvalidRequestError(f"the tokenizer in {name} has no mask token", "use --task causal-lm, or another")
@@ -106,18 +106,17 @@ class _Reading:
         num_labels: int | None = None
         target: str | None = None
         if is_seq2seq:
-            target = find_column(
-                dataset, self._spec, self._spec.label_column, "--label-column", _TARGET_NAMES, "target text"
-            )
-        made_before = _TOKENS in dataset.column_names and self._spec.text_columns is None
+            target = find_column(dataset, spec, spec.label_column, "--label-column", _TARGET_NAMES, "target text")
+        made_before = _TOKENS in dataset.column_names and spec.text_columns is None
         if made_before:
             tokenized, raw = self._tokenized_before(dataset, target)
         else:
-            tokenized, raw = self._tokenize(dataset, tokenizer, find_text_columns(dataset, self._spec, target), target)
+            tokenized, raw = self._tokenize(dataset, tokenizer, find_text_columns(dataset, spec, target), target)
         if self._workload.task == "sequence-classification":
-            labels, num_labels = read_labels(dataset, self._spec)
+            labels, num_labels = read_labels(dataset, spec)
             tokenized = tokenized.add_column("labels", labels)
         self._check_vocabulary(tokenized, made_before=made_before)
+        # With and without the padding that the dataset itself holds.
         lengths = token_counts(tokenized.data.column(_TOKENS))
         real = real_counts(tokenized.data.column(_MASK)) if _MASK in tokenized.column_names else lengths
         targets = token_counts(tokenized.data.column("labels")) if is_seq2seq else None
@@ -126,7 +125,7 @@ class _Reading:
         if targets is not None:
             np.save(self._folder / TARGET_LENGTHS_FILE, targets)
         statistics = self._length_statistics(real, raw, targets, stored=lengths if real is not lengths else None)
-        if not self._spec.packing:
+        if not spec.packing:
             np.save(self._folder / LENGTHS_FILE, lengths)
             return DataFacts(len(lengths), num_labels, statistics, without_text=self._without_text)
         return self._pack(lengths, statistics)
@@ -277,7 +276,7 @@ class _Reading:
         """
         limit, spec = self._workload.seq_len, self._spec
         sizes = lengths if stored is None else stored
-        # Padding is reported as its share of the tokens of such batches.
+        # Padding is reported as its share of the tokens in batches of some of the samples.
         some = np.random.default_rng(0).permutation(len(lengths))[:_SHOWN_SAMPLES]
         if spec.group_by_length:
             some = some[length_grouped_order(sizes[some].tolist(), _SHOWN_BATCH, 0)]
