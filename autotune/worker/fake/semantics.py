@@ -63,9 +63,7 @@ def _cast_to_float32(operation: Any) -> Callable[..., Any]:
 
 
 def _to_float32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in _HALF:
-        return value.to(torch.float32)
-    return value
+    return value.to(torch.float32) if isinstance(value, torch.Tensor) and value.dtype in _HALF else value
 
 
 def _set_dtype(operation: Any) -> Callable[..., Any]:
