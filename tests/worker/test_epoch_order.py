@@ -88,7 +88,9 @@ def test_a_step_comes_again_in_the_next_epoch_too() -> None:
 
 
 def test_several_of_the_longest_come_together_where_a_row_takes_them_all() -> None:
-    sampler = SpreadSampler(SequentialSampler(range(20)), 4, 8, longest=(17, 3, 9), longest_steps=1, longest_each=3)
+    sampler = SpreadSampler(
+        SequentialSampler(range(20)), 4, 8, longest=(17, 3, 9), longest_steps=1, longest_per_batch=3
+    )
     assert list(sampler)[:8] == [17, 3, 9, 11, 17, 3, 9, 15]
 
 
@@ -151,7 +153,7 @@ def measured_on(folder: Path, device: str, **settings: Any) -> tuple[Measurement
     )  # fmt: skip
     trial = TrainerTrial(Workload.of_source(source), work, Scratch(str(folder)), lambda progress: None, finish)
     trial._meter, trial._checks = CpuMeter(), unwatched()
-    trial._fields = TrialFields(str(folder), tuned={}, shortened=None, on_cpu=True)
+    trial._fields = TrialFields(str(folder), tuned={}, shortened_accumulation=None, on_cpu=True)
     model = Model()
     samples = [{"input_ids": torch.ones(length, dtype=torch.long), "labels": torch.zeros(1)} for length in lengths]
     trainer = Trainer(model, arguments, train_dataset=samples, data_collator=pad)

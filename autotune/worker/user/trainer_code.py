@@ -27,7 +27,11 @@ def intercept(on_train: Callable[[Any, Callable[[], Any]], NoReturn]) -> None:
 
 
 def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> NoReturn:
-    """Run the user's code up to and into its training. Raises an error where it ends or fails before."""
+    """Run the user's code until it trains, where the function given to ``intercept`` takes over.
+
+    Raises ``UserCodeError`` where the code ends without training, and whatever the code raises. A function that builds
+    a ``Trainer`` gets the fields of ``TrainingArguments`` in ``overrides``.
+    """
     if source.kind == "build":
         build_trainer(source, overrides).train()
         raise UserCodeError(f"the Trainer of {source.name} has a train method that never calls Trainer.train")
@@ -44,21 +48,24 @@ def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> 
 
 
 def build_trainer(source: TrainingSource, overrides: Document) -> Any:
-    """Call the user's function and return its ``Trainer``. Raises ``UserCodeError`` for any other result."""
+    """Call the user's function with the ``overrides`` of its ``TrainingArguments``, and return its ``Trainer``.
+
+    Raises ``UserCodeError`` for any other result, or where the function trains.
+    """
 
     refusals: list[UserCodeError] = []
 
-    def train(*_: Any, **__: Any) -> NoReturn:
+    def refuse_to_train(*_: Any, **__: Any) -> NoReturn:
         refusals.append(UserCodeError(f"{source.name} calls train itself", "have it return the Trainer untrained"))
         raise refusals[0]
 
-    intercepted, Trainer.train = Trainer.train, train
+    usual_train, Trainer.train = Trainer.train, refuse_to_train
     try:
         trainer = load_function(source)(dict(overrides))
     finally:
-        Trainer.train = intercepted
+        Trainer.train = usual_train
     if refusals:
-        # The function caught it.
+        # The function caught the error.
         raise refusals[0]
     if not isinstance(trainer, Trainer):
         kind = "the class" if isinstance(trainer, type) else "an object of type"
@@ -92,7 +99,7 @@ class TrialFields(TrainerFields):
     """The fields of ``TrainerFields``, and fields that silence the Trainer, for a trial or an inspection."""
 
     output_dir: str
-    shortened: tuple[int, int] | None = None
+    shortened_accumulation: tuple[int, int] | None = None
     """The accumulation that is asked for, and the smaller number of micro-steps to run; ``None`` to run all."""
     on_cpu: bool = False
     refuse: Callable[[UserCodeError], NoReturn] | None = None
@@ -103,7 +110,7 @@ class TrialFields(TrainerFields):
     made_from: MadeFrom = "flags"
     """Where the arguments come from."""
     place: str | None = None
-    """The file or line that they come from."""
+    """The file, or the line of code, that makes the arguments."""
     why_batch_matters: str | None = None
     """Why another batch of the same effective batch is another training; ``None`` where nothing shows it."""
     own_checkpointing: bool = False
@@ -116,23 +123,26 @@ class TrialFields(TrainerFields):
         before(Trainer, "__init__", self._take_arguments)
 
     def apply_again(self, arguments: Any) -> None:
-        """Set the fields and silence the Trainer again, as later code such as ``set_push_to_hub`` may change them."""
-        left = getattr(arguments, "_autotune_left", None)
-        if left is not None:
-            own_batch = list(arguments._autotune_own_batch)
-            for place, found in enumerate(_batch_and_accumulation(arguments)):
-                if found != left[place]:
-                    own_batch[place] = found
-                    self.set_since.add(BATCH[place])
-            arguments._autotune_own_batch = tuple(own_batch)
+        """Set the fields and silence the Trainer again, as later code such as ``set_push_to_hub`` may change them.
+
+        A batch or accumulation that the code has set since is recorded as its own.
+        """
+        as_set = getattr(arguments, "_autotune_batch_as_set", None)
+        if as_set is not None:
+            own_pair = list(arguments._autotune_own_batch)
+            for at, found in enumerate(_batch_and_accumulation(arguments)):
+                if found != as_set[at]:
+                    own_pair[at] = found
+                    self.set_since.add(BATCH[at])
+            arguments._autotune_own_batch = tuple(own_pair)
         super().apply_again(arguments)
         # Once the arguments are made, an empty list means no reporting, not "none".
         _set(arguments, {**_QUIET, "report_to": [], "output_dir": self.output_dir})
         self._shorten(arguments)
-        arguments._autotune_left = _batch_and_accumulation(arguments)
+        arguments._autotune_batch_as_set = _batch_and_accumulation(arguments)
 
     def apply_to_new(self, arguments: Any) -> None:
-        """Set the fields and silence the Trainer; record where the arguments are created."""
+        """Set the fields and silence the Trainer; record the arguments' own batch, and where they are created."""
         self.made_from, self.place = _origin()
         self._refuse_sharing_ranks(arguments)
         self._record_own(arguments)
@@ -143,17 +153,17 @@ class TrialFields(TrainerFields):
         _set(arguments, quiet)
         super().apply_to_new(arguments)
         if generates(arguments):
-            # What is generated for a whole step would be another amount.
-            self.shortened = None
+            # Samples are generated for a whole step at once: a shorter one would generate fewer.
+            self.shortened_accumulation = None
         self._shorten(arguments)
-        arguments._autotune_left = _batch_and_accumulation(arguments)
+        arguments._autotune_batch_as_set = _batch_and_accumulation(arguments)
 
     def _refuse_sharing_ranks(self, arguments: Any) -> None:
-        """End an inspection where the code says how ranks share a model or a sample."""
+        """End an inspection where the code asks for FSDP, or for several ranks that share a sample."""
         if self.refuse is None:
             return
         if getattr(arguments, "fsdp", None):
-            # A Trainer refuses it in a single process, as the one that is inspected is.
+            # A Trainer in a single process, such as the inspection's, refuses FSDP.
             hint = "leave fsdp out, and ask for it with --strategy fsdp"
             self.refuse(UserCodeError("the TrainingArguments of the code set fsdp", hint))
         parallelism = getattr(arguments, "parallelism_config", None)
@@ -165,29 +175,29 @@ class TrialFields(TrainerFields):
     def _record_own(self, arguments: Any) -> None:
         """Record the batch and checkpointing that the code gives, before they are replaced."""
         given = _batch_and_accumulation(arguments)
-        # A copy of arguments whose fields were set shows those, not the user's own.
+        # The code may copy arguments whose fields were set already: these are not its own values.
         if self._last_own_batch is None or given != tuple(self.tuned.get(name) for name in BATCH):
             self._last_own_batch = given
         arguments._autotune_own_batch = self._last_own_batch
-        # TRL derives this field from the accumulation where the code does not set it.
+        # TRL derives this field from the accumulation, but only later: a value at this point is the code's.
         if (batches := getattr(arguments, "steps_per_generation", None)) is not None:
             self.why_batch_matters = (
                 f"steps_per_generation={batches} counts batches, where generation_batch_size counts completions"
             )
         names = checkpointing_field(known_fields()), "gradient_checkpointing"
-        # A copy of arguments whose fields were set shows none.
+        # Once on, it stays: a copy of arguments that had it turned off says nothing.
         self.own_checkpointing = self.own_checkpointing or any(getattr(arguments, name, False) for name in names)
 
     def _shorten(self, arguments: Any) -> None:
         """Replace the accumulation by the number of micro-steps to run."""
-        if self.shortened and arguments.gradient_accumulation_steps == self.shortened[0]:
-            arguments.gradient_accumulation_steps = self.shortened[1]
+        if self.shortened_accumulation and arguments.gradient_accumulation_steps == self.shortened_accumulation[0]:
+            arguments.gradient_accumulation_steps = self.shortened_accumulation[1]
 
     def first_ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return the first ignored field, see ``TrainerFields.first_ignored``, allowing for skipped micro-steps."""
-        accumulation = BATCH[1]
-        if self.shortened and wanted.get(accumulation) == self.shortened[0]:
-            wanted = {**wanted, accumulation: self.shortened[1]}
+        """Return the first field without its ``wanted`` value, in words; the accumulation may be the shortened one."""
+        name = BATCH[1]
+        if self.shortened_accumulation and wanted.get(name) == self.shortened_accumulation[0]:
+            wanted = {**wanted, name: self.shortened_accumulation[1]}
         return super().first_ignored(arguments, wanted)
 
     def check(self, source: TrainingSource, arguments: Any, wanted: Mapping[str, Any]) -> None:
@@ -208,9 +218,9 @@ def _set(arguments: Any, fields: Document) -> None:
 
 
 def probe(batch: int, accumulation: int) -> Document:
-    """Return a batch other than the user's own, if possible with the same effective batch and at least two samples.
+    """Return fields with another batch than the user's own, by which an inspection sees whether the code keeps it.
 
-    Losses that compare the samples of a batch need two.
+    If possible, the effective batch stays the same. Losses that compare the samples of a batch need two.
     """
     if batch >= 4 and batch % 2 == 0:
         pair = batch // 2, accumulation * 2
@@ -222,10 +232,10 @@ def probe(batch: int, accumulation: int) -> Document:
 
 
 def _origin() -> tuple[MadeFrom, str | None]:
-    """Return where the arguments are created: in flags, a file or code, from the call stack and the command line.
+    """Return whether flags, a file or code decide the arguments that are being created, to tell the user what to edit.
 
-    With it comes the file's name (empty where unknown) or the line of code; ``None`` for flags. Both tell the user
-    where to set the result.
+    With it comes the file's name (empty where unknown) or the line of code; ``None`` for flags. All is found in the
+    call stack and the command line.
     """
     lines = list(lines_above())
     for frame, _ in lines:
@@ -239,6 +249,7 @@ def _origin() -> tuple[MadeFrom, str | None]:
     if (place := users_line(lines)) is None:
         # No code of the user calls this: a library's own command does, which takes flags.
         return "flags", None
+    # The one configuration file on the command line is likely to decide them, whoever reads it.
     values = [word.rpartition("=")[2] for word in sys.argv[1:]]
     files = [path for path in values if path.endswith((".yaml", ".yml", ".json", ".toml")) and os.path.isfile(path)]
     return ("file", os.path.basename(files[0])) if len(files) == 1 else ("code", place)

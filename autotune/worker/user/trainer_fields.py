@@ -32,41 +32,42 @@ class TrainerFields:
     """The fields that are set in every ``TrainingArguments`` made in this process.
 
     The base class's ``__post_init__`` is wrapped, which all subclasses go through. Fields are set before it runs, so
-    that it checks and derives from them as from the user's own. Code that sets them otherwise once the arguments are
-    made has them set again, as a ``Trainer`` is made of them and as it begins to train.
+    that it checks and derives from them as from the user's own. The code may change them afterwards. So they are set
+    again when a ``Trainer`` gets the arguments, and when it begins to train.
     """
 
     tuned: Document = field(default_factory=dict, kw_only=True)
-    """Fields to set; empty for the user's unmodified settings."""
+    """Fields to set, with their values; empty for the user's unmodified settings."""
     say: Callable[[str], None] = field(default=lambda _: None, kw_only=True)
     """Called with a message for each field that the code had set to another value."""
     set_since: set[str] = field(default_factory=set, kw_only=True)
-    """Names of the fields that the code has set once its arguments were made."""
+    """Names of the fields that the code has changed after its arguments were made."""
 
-    def watch_arguments(self, kind: Any) -> None:
+    def watch_arguments(self, arguments_class: Any) -> None:
         """Wrap the class ``TrainingArguments`` for the rest of this process."""
-        before(kind, "__post_init__", self.apply_to_new)
+        before(arguments_class, "__post_init__", self.apply_to_new)
 
-    def watch_trainer(self, kind: Any) -> None:
+    def watch_trainer(self, trainer_class: Any) -> None:
         """Wrap the class ``Trainer`` for the rest of this process."""
-        before(kind, "__init__", self._take_arguments)
-        before(kind, "train", lambda trainer, *_, **__: self.begin(trainer))
+        before(trainer_class, "__init__", self._take_arguments)
+        before(trainer_class, "train", lambda trainer, *_, **__: self.begin(trainer))
 
     def apply_to_new(self, arguments: Any) -> None:
-        """Set the fields of arguments during their creation."""
+        """Set the fields in ``TrainingArguments`` that are being created, before their ``__post_init__``."""
+        # A linked field must be turned off, too: torch_compile_backend would turn torch_compile on.
         wanted = {**linked_fields(self.tuned), **self.tuned}
         defaults = {each.name: each.default for each in dataclasses.fields(arguments)}
         for name, value in wanted.items():
             if hasattr(arguments, name):
-                said = getattr(arguments, name)
-                self._report_replaced(name, said, value, defaults.get(name))
-                setattr(arguments, name, _merged_settings(said, value) if name == "accelerator_config" else value)
+                own = getattr(arguments, name)
+                self._report_replaced(name, own, value, defaults.get(name))
+                setattr(arguments, name, _merged_settings(own, value) if name == "accelerator_config" else value)
         if "bf16" in self.tuned or "fp16" in self.tuned:
-            # What ``accelerate launch`` says counts where the arguments say neither of two.
+            # Arguments with neither bf16 nor fp16 would take the precision of ``accelerate launch`` from here.
             os.environ[LAUNCHED_PRECISION] = self._half
 
     def begin(self, trainer: Any) -> None:
-        """Set the fields of a ``Trainer`` before it trains."""
+        """Set the fields again in the arguments of a ``Trainer`` that begins to train, and in its copy of the batch."""
         self.apply_again(trainer.args)
         if self.tuned:
             from autotune.worker.private.transformers import take_batch_of_arguments
@@ -82,34 +83,35 @@ class TrainerFields:
                 self._report_replaced(name, found, value, None)
                 setattr(arguments, name, value)
                 if name in ("bf16", "fp16"):
+                    # __post_init__ derived it from these fields.
                     arguments.mixed_precision = self._half
 
     @property
     def _half(self) -> str:
-        """The 16-bit precision of the fields, in accelerate's words."""
+        """The precision that the fields set, as accelerate's ``mixed_precision``."""
         return next((half for half in ("bf16", "fp16") if self.tuned.get(half)), "no")
 
-    def _report_replaced(self, name: str, said: Any, value: Any, default: Any) -> None:
-        """Report a field that the script sets to another value."""
-        if not has_value(said, value) and said != default:
-            self.say(f"the script says {name}={json_value(said)!r}; {value!r} is set")
+    def _report_replaced(self, name: str, own: Any, value: Any, default: Any) -> None:
+        """Report that ``value`` replaces the script's ``own`` one, unless both are equal or that is the default."""
+        if not has_value(own, value) and own != default:
+            self.say(f"the script says {name}={json_value(own)!r}; {value!r} is set")
 
     def _take_arguments(self, _: Any, *args: Any, **kwargs: Any) -> None:
-        """Set the fields of arguments that are passed to a ``Trainer``."""
-        kind: Any = sys.modules["transformers.training_args"].TrainingArguments
+        """Set the fields again in the ``TrainingArguments`` among the arguments of ``Trainer.__init__``."""
+        arguments_class: Any = sys.modules["transformers.training_args"].TrainingArguments
         for given in (*args, *kwargs.values()):
-            if isinstance(given, kind):
+            if isinstance(given, arguments_class):
                 self.apply_again(given)
 
     def first_ignored(self, arguments: Any, wanted: Mapping[str, Any]) -> str | None:
-        """Return the first ``wanted`` field with another value, as ``name is …, asked was …``, or ``None``.
+        """Return the first field whose value is not the ``wanted`` one, as ``name is …, asked was …``, or ``None``.
 
         ``use_cpu`` is not compared.
         """
         for name, value in wanted.items():
             found, asked = getattr(arguments, name, None), value
             if name == "fsdp":
-                # A list of options in some versions, whichever way it was said.
+                # Some versions turn whatever was given into a list of options.
                 found, asked = bool(found), bool(asked)
             if not has_value(found, asked) and name != "use_cpu":
                 return f"{name} is {json_value(found)!r}, asked was {asked!r}"
@@ -117,29 +119,35 @@ class TrainerFields:
 
 
 def difference_from_candidate(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
-    """Return the first difference of a ``Trainer`` from a candidate before training; ``None`` without one."""
-    facts = _facts(trainer, candidate, train_dataloader)
-    return next((f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in facts if found != asked), None)
+    """Return how a ``Trainer`` that is about to train first differs from a candidate; ``None`` without a difference."""
+    settings = _found_and_asked(trainer, candidate, train_dataloader)
+    return next(
+        (f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in settings if found != asked), None
+    )
 
 
-def _facts(trainer: Any, candidate: Candidate, loader: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the settings that decide the speed of a training: name, value found, value requested."""
+def _found_and_asked(trainer: Any, candidate: Candidate, loader: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield settings that decide a training's speed, found in the ``Trainer``, its model and loader, not in arguments.
+
+    Each is a name, the value found and the value of the candidate. A setting that cannot be compared is left out.
+    """
     from autotune.worker.checkpointing import is_checkpointing
     from autotune.worker.private.transformers import attention_of
     from autotune.worker.user.loader_overlay import batch_of
 
     arm, args, model = candidate.arm, trainer.args, trainer.model
-    batch = args.train_batch_size
-    found = batch_of(loader)
+    batch_size, loader_batch_size = args.train_batch_size, batch_of(loader)
     # A loader that is divided among several ranks may have the batch size of all ranks together.
-    if found not in (None, batch * args.world_size) and not generates(args):
-        yield "the batch of its training loader", found, batch
+    if loader_batch_size not in (None, batch_size * args.world_size) and not generates(args):
+        yield "the batch of its training loader", loader_batch_size, batch_size
+    # With ZeRO, DeepSpeed's own configuration has the precision.
     if arm.zero_stage is None:
         yield "the accelerator's mixed_precision", trainer.accelerator.mixed_precision, ACCELERATE[arm.precision]
     # A model that the code compiles itself stays compiled.
-    is_own = hasattr(model, "_orig_mod") and not args.torch_compile
-    if not arm.regional_compilation and not arm.is_sharded and not is_own:
+    is_compiled_by_code = hasattr(model, "_orig_mod") and not args.torch_compile
+    if not arm.regional_compilation and not arm.is_sharded and not is_compiled_by_code:
         yield "torch.compile of its model", hasattr(trainer.model_wrapped, "_orig_mod"), arm.torch_compile
+    # With ``checkpointed_layers`` only some layers are checkpointed, which the model itself may not show.
     if not arm.is_sharded and (is_checkpointing(model) or arm.checkpointed_layers is None):
         yield "checkpointing of its model", is_checkpointing(model), arm.gradient_checkpointing
     if (config := getattr(model, "config", None)) is not None and not arm.padding_free:
@@ -155,21 +163,25 @@ def generates(arguments: Any) -> bool:
     return any(getattr(arguments, name, None) is not None for name in _ROLLOUT_FIELDS)
 
 
-def _merged_settings(said: Any, value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the code says, a dictionary, JSON, the path of a file or an object, with others set at any depth."""
-    if isinstance(said, str):
-        said = json.loads(said if said.lstrip().startswith("{") else Path(said).read_text(encoding="utf-8"))
-    if said is None:
-        return dict(value)
-    own = said if isinstance(said, Mapping) else said.to_dict()
-    parts = {name: _merged_settings(own.get(name), each) for name, each in value.items() if isinstance(each, Mapping)}
-    return {**own, **value, **parts}
+def _merged_settings(own: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the settings ``wanted`` into the user's own ones, recursively, and return a dictionary.
+
+    ``own`` is the user's value of a field such as ``accelerator_config``: a dictionary, JSON, the path of a JSON file,
+    an object with ``to_dict``, or ``None``.
+    """
+    if isinstance(own, str):
+        own = json.loads(own if own.lstrip().startswith("{") else Path(own).read_text(encoding="utf-8"))
+    if own is None:
+        return dict(wanted)
+    own = own if isinstance(own, Mapping) else own.to_dict()
+    parts = {name: _merged_settings(own.get(name), each) for name, each in wanted.items() if isinstance(each, Mapping)}
+    return {**own, **wanted, **parts}
 
 
 def has_value(found: Any, asked: Any) -> bool:
-    """Return whether a field has the requested value.
+    """Return whether a field has the requested value, or, for a dictionary, all of its entries.
 
-    ``TrainingArguments`` turns some settings into objects, and adds missing values.
+    ``TrainingArguments`` turns some dictionaries into objects, and adds missing entries.
     """
     if isinstance(asked, dict) and found is not None:
         settings = found if isinstance(found, Mapping) else vars(found)

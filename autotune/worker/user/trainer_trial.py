@@ -28,30 +28,33 @@ from autotune.worker.user.samples import SpreadSampler, can_spread
 from autotune.worker.user.trainer_code import TrialFields, intercept, own_batch, run_source
 from autotune.worker.user.trainer_fields import difference_from_candidate, generates
 
-# Steps cut short by the end of an epoch are not counted, so more are allowed than are wanted.
+# Limit on a trial's steps, as a multiple of the steps to time: those cut short by the end of an epoch do not count.
 _SPARE_STEPS = 20
 
 
 class _WholeSteps(TrainerSteps):
-    """Measures whole steps only, and prevents logging, evaluation and saving."""
+    """Times whole steps only, and prevents logging, evaluation and saving."""
 
-    def __init__(self, timer: StepTimer, check: Callable[[Any], None]) -> None:
+    def __init__(self, timer: StepTimer, check_loader: Callable[[Any], None]) -> None:
         super().__init__(timer)
-        self._check = check
+        self._check_loader = check_loader
         """Called with the training loader before the first step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise ``UserCodeError`` where the data is too small for a whole step; else check the loader and start."""
+        """Check the training loader and start the timer.
+
+        Raises ``UserCodeError`` where the data is too small for a whole step.
+        """
         loader = kwargs.get("train_dataloader")
-        samples, batch = length(getattr(loader, "dataset", None)), args.train_batch_size
-        needed = batch * args.gradient_accumulation_steps * args.world_size
-        if samples is not None and samples < needed:
-            raise UserCodeError(f"its training data has {samples} samples, too few for a step of {needed}")
-        self._check(loader)
+        samples = length(getattr(loader, "dataset", None))
+        step_samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        if samples is not None and samples < step_samples:
+            raise UserCodeError(f"its training data has {samples} samples, too few for a step of {step_samples}")
+        self._check_loader(loader)
         super().on_train_begin(args, state, control, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Record the step, unless the end of the data cut it short."""
+        """Time the step, or drop it where the end of the data cut it short."""
         if self._is_whole(args, state, kwargs.get("train_dataloader")):
             super().on_step_end(args, state, control)
         else:
@@ -63,9 +66,10 @@ class _WholeSteps(TrainerSteps):
         prevent_side_actions(control)
 
     def _is_whole(self, args: Any, state: Any, loader: Any) -> bool:
-        """Return whether the step has all its micro-steps and samples."""
+        """Return whether the step that ends has all its micro-steps and samples."""
         if self.timer.micro_steps_begun < args.gradient_accumulation_steps:
             return False
+        # Only the last batch of an epoch may be smaller.
         if abs(state.epoch - round(state.epoch)) > 1e-9:
             return True
         samples = length(getattr(loader, "dataset", None))
@@ -89,18 +93,23 @@ class TrainerTrial(OwnTrial):
 
     @property
     def _wanted(self) -> Document:
-        """The fields of ``TrainingArguments`` to set; empty for the user's own settings."""
+        """The fields of ``TrainingArguments`` to set for the candidate; none in a trial of the user's own settings."""
         return (
             {} if self._is_unmodified else dict(training_arguments(self._candidate, known_fields(), self._device_kind))
         )
 
     def run_code(self, output_dir: str) -> NoReturn:
-        """Run the user's code up to and into ``Trainer.train``."""
-        run = micro_steps_to_run(self._candidate, self._effort)
+        """Run the user's code with the candidate's ``TrainingArguments``, until it calls ``Trainer.train``.
+
+        There ``_train_own`` takes over, and ends the process. A trial may run fewer micro-steps than the candidate has,
+        which stand for all of them.
+        """
+        accumulation = self._candidate.gradient_accumulation_steps
         self._fields = TrialFields(
             output_dir,
+            # A function that builds a Trainer gets the fields as its argument, from run_source.
             tuned=self._wanted if self._source.kind == "script" else {},
-            shortened=(self._candidate.gradient_accumulation_steps, run),
+            shortened_accumulation=(accumulation, micro_steps_to_run(self._candidate, self._effort)),
             on_cpu=self._device_kind == "cpu",
         )
         self._fields.install()
@@ -108,7 +117,11 @@ class TrainerTrial(OwnTrial):
         run_source(self._source, self._wanted, output_dir)
 
     def _train_own(self, trainer: Any, train: Callable[[], Any]) -> NoReturn:
-        """Train in place of ``Trainer.train``, and end the process."""
+        """Measure the training where the user's code calls ``Trainer.train``, and end the process with the outcome.
+
+        ``train`` is the Trainer's original method.
+        """
+        # Until here, the guard ends the process at any training step.
         self._guard.lift()
         try:
             self._fields.begin(trainer)
@@ -121,7 +134,10 @@ class TrainerTrial(OwnTrial):
             self._end_after(error)
 
     def _check(self, trainer: Any) -> None:
-        """Raise ``UserCodeError`` where the ``Trainer`` would train differently from the candidate."""
+        """Raise an error where the arguments of the ``Trainer`` differ from the candidate, before it trains.
+
+        A ``UserCodeError`` is the code's doing; a ``RuntimeError`` for several visible GPUs is not.
+        """
         if trainer.args.n_gpu > 1:
             raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if trainer.args.world_size != self._ranks.count:
@@ -135,29 +151,37 @@ class TrainerTrial(OwnTrial):
                 "leave deepspeed out",
             )
         self._fields.check(self._source, trainer.args, self._wanted)
+        # Of the user's own settings, the candidate has the batch and accumulation that the inspection found.
         inspected = (self._candidate.per_device_train_batch_size, self._candidate.gradient_accumulation_steps)
         if self._is_unmodified and (pair := own_batch(trainer.args)) != inspected:
-            # What is measured would be counted as another number of samples.
+            # The speed would be computed from another number of samples than are trained on.
             raise UserCodeError(
                 f"{self._source.name} trains with {pair[0]} × {pair[1]} samples here, and trained with "
                 f"{inspected[0]} × {inspected[1]} when it was looked at"
             )
 
     def _check_begun(self, trainer: Any, loader: Any) -> None:
-        """Record whether the data makes the batches. Raise ``UserCodeError`` where the settings differ."""
+        """Raise ``UserCodeError`` where a ``Trainer`` that begins to train differs from the candidate.
+
+        Also record whether its data makes the batches.
+        """
         self._has_ready_batches = batch_of(loader) is None and not generates(trainer.args)
         if self._is_unmodified:
             return
-        found = self._fields.first_ignored(trainer.args, self._wanted)
-        if found is None:
-            found = difference_from_candidate(trainer, self._candidate, loader)
-        if found is not None:
+        difference = self._fields.first_ignored(trainer.args, self._wanted)
+        if difference is None:
+            difference = difference_from_candidate(trainer, self._candidate, loader)
+        if difference is not None:
             raise UserCodeError(
-                f"{self._source.name} trains otherwise than it was told: {found}", "leave that to its TrainingArguments"
+                f"{self._source.name} trains otherwise than it was told: {difference}",
+                "leave that to its TrainingArguments",
             )
 
     def _record_batch(self, inputs: Any) -> None:
-        """Record a batch. End the trial at one larger than the candidate's, from a loader without a batch size."""
+        """Record the shapes of a batch for the timer. Where the data makes the batches, refuse one that is too large.
+
+        It is too large if even the smallest first dimension of its arrays exceeds the candidate's batch size.
+        """
         samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
         asked = self._candidate.per_device_train_batch_size
         if self._has_ready_batches and samples > asked:
@@ -168,7 +192,7 @@ class TrainerTrial(OwnTrial):
         self._timer.takes(inputs)
 
     def _apply(self, trainer: Any) -> None:
-        """Apply the candidate's levers, and remove reporting callbacks."""
+        """Apply the settings of the candidate that are no ``TrainingArguments``, and remove reporting callbacks."""
         remove_reporting_callbacks(trainer)
         if not self._is_unmodified:
             apply(trainer, **applied_settings(self._candidate.arm))
@@ -178,53 +202,59 @@ class TrainerTrial(OwnTrial):
     def _prepare(self, trainer: Any) -> None:
         """Set up a ``Trainer`` to measure its steps, with an upper limit on their number. Does not train yet."""
         self._apply(trainer)
-        run = self._run_by_itself(trainer)
-        self._spread_steps(trainer, run)
-        watch = LossWatch(trainer)
-        if self._fields.shortened is None:
+        full_run = self._full_run(trainer)
+        self._spread_steps(trainer, full_run)
+        loss_watch = LossWatch(trainer)
+        if self._fields.shortened_accumulation is None:
+            # The fields dropped it, since the Trainer generates its samples for a whole step.
             self._run_all_micro_steps()
         args = trainer.args
         self._warm_up_loading(args.dataloader_num_workers, args.dataloader_prefetch_factor)
-        self._timer = self._make_timer(lambda measured: self._end(self._measured(measured, trainer, watch)), run=run)
+        self._timer = self._make_timer(
+            lambda measured: self._end(self._outcome_of(measured, trainer, loss_watch)), run=full_run
+        )
         self._inputs = LeftOutInputs(trainer, self._candidate.gradient_accumulation_steps, self._record_batch)
         trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
         args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
         self._meter.reset_peaks()
 
-    def _run_by_itself(self, trainer: Any) -> PlannedRun:
-        """Return the run that the ``Trainer`` would make by itself with the candidate's batch."""
+    def _full_run(self, trainer: Any) -> PlannedRun:
+        """Return the length and batch shapes of the user's whole training, with the candidate's batch."""
         args, samples = trainer.args, length(getattr(trainer, "train_dataset", None))
         steps, epochs = args.max_steps, None
         if steps <= 0:
             epochs = float(args.num_train_epochs)
-            each = self._candidate.samples_per_step
-            steps = max(1, round(samples * epochs / each)) if samples is not None else None
+            step_samples = self._candidate.samples_per_step
+            steps = max(1, round(samples * epochs / step_samples)) if samples is not None else None
         return planned_run(self._source.interface.lengths, self._candidate, steps, epochs)
 
-    def _spread_steps(self, trainer: Any, run: PlannedRun) -> None:
-        """Draw the steps evenly from an epoch in the training's own order, where samples may be reordered."""
-        lengths = self._source.interface.lengths
-        batch = trainer.args.train_batch_size
-        step_samples = batch * trainer.args.gradient_accumulation_steps * self._ranks.count
+    def _spread_steps(self, trainer: Any, full_run: PlannedRun) -> None:
+        """Draw the trial's few steps from all over an epoch, so that they stand for it.
 
-        def spread(own: Callable[[], Any]) -> Any:
-            sampler = own()
+        The warm-up steps have the longest samples. A sampler whose order may matter is left as it is.
+        """
+        lengths = self._source.interface.lengths
+        batch_size = trainer.args.train_batch_size
+        step_samples = batch_size * trainer.args.gradient_accumulation_steps * self._ranks.count
+
+        def spread(make_sampler: Callable[[], Any]) -> Any:
+            sampler = make_sampler()
             if not can_spread(sampler):
                 return sampler
             return SpreadSampler(
                 sampler,
-                batch,
+                batch_size,
                 step_samples,
                 longest=lengths.longest_samples if lengths is not None else (),
                 longest_steps=self._effort.warmup_steps,
-                longest_each=run.long_samples,
+                longest_per_batch=full_run.long_samples,
                 shapes=self._shapes,
             )
 
         change_train_sampler(trainer, spread)
 
-    def _measured(self, measured: Measurement, trainer: Any, watch: LossWatch) -> Completed | Failed:
-        """Return the outcome of a measurement; a failure where the loss is not finite."""
-        if (problem := watch.problem()) is not None:
+    def _outcome_of(self, measured: Measurement, trainer: Any, loss_watch: LossWatch) -> Completed | Failed:
+        """Return the outcome of a trial from its finished measurement; a failure where the loss is not finite."""
+        if (problem := loss_watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
         return self._completed(measured, mean_train_loss(trainer), trainer)
