@@ -1,4 +1,4 @@
-"""Define the bases of what changes a framework that scripts train with, and of what observes such a training."""
+"""Define ``Overlay``, which changes the framework that a script trains with, and ``Observer``, which watches it."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ class Changes:
 
     @classmethod
     def of(
-        cls, source: TrainingSource, candidate: Candidate, takes: Collection[str], accumulation: int, **others: Any
+        cls, source: TrainingSource, candidate: Candidate, searched: Collection[str], accumulation: int, **others: Any
     ) -> Changes:
-        """Return those settings of a candidate that the script ``takes``; ``accumulation`` replaces the candidate's.
+        """Return the changes of a script for a candidate: the settings named in ``searched``, such as ``"batch"``.
 
-        Batch and accumulation are also set by options of the script, where it has them, since the script may use the
-        option elsewhere, such as for a schedule.
+        ``accumulation`` replaces the candidate's. Batch and accumulation are also set by options of the script, where
+        it has them, since the script may use the option elsewhere, such as for a schedule.
         """
         values = {"batch": candidate.per_device_train_batch_size, "accumulation": accumulation}
         flags = source.interface.flags
         return cls(
             source.interface,
-            candidate.arm.precision if "precision" in takes else None,
-            accumulation if "accumulation" in takes else None,
-            candidate.arm.gradient_checkpointing and "checkpointing" in takes,
-            {flags[what]: value for what, value in values.items() if what in takes and what in flags},
+            candidate.arm.precision if "precision" in searched else None,
+            accumulation if "accumulation" in searched else None,
+            candidate.arm.gradient_checkpointing and "checkpointing" in searched,
+            {flags[what]: value for what, value in values.items() if what in searched and what in flags},
             **others,
         )
 
-    def over(self, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the script's arguments with the ``wanted`` ones, and report each that replaces another value."""
+    def override(self, given: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the script has ``given`` with the ``wanted`` ones, and report replaced values."""
         for name, value in wanted.items():
-            if (said := given.get(name)) not in (None, value):
-                self.say(f"the script says {name}={said!r}; {value!r} is set")
+            if (own := given.get(name)) not in (None, value):
+                self.say(f"the script says {name}={own!r}; {value!r} is set")
         return {**given, **wanted}
 
     def apply_to(self, model: Any) -> None:
@@ -70,7 +70,7 @@ class Changes:
 
 
 AccumulatesBy = Literal["accelerator", "option", "script"]
-GiveBatches = Callable[[], Iterator[Any]]
+MakeIterator = Callable[[], Iterator[Any]]
 
 
 class Observer:
@@ -83,15 +83,15 @@ class Observer:
         self.steps, self._loader_key = steps, loader_key
         """What measures the steps, and the key of the training loader; ``None`` in an inspection."""
 
-    def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
-        """Yield the batches of a loader; of the training loader endlessly, each as a micro-step.
+    def batches(self, overlay: Overlay, loader: Any, make_iterator: MakeIterator) -> Iterator[Any]:
+        """Return the iterator over a loader's batches; for the training loader one that never ends, timed as steps.
 
-        ``give`` returns the loader's own iterator.
+        ``make_iterator`` returns the loader's own iterator.
         """
         from autotune.worker.user.loader_overlay import key_of
 
         assert self.steps is not None
-        return self.steps.repeated(give) if key_of(loader) == self._loader_key else give()
+        return self.steps.repeated(make_iterator) if key_of(loader) == self._loader_key else make_iterator()
 
     def begins(self, overlay: Overlay, loader: Any) -> None:
         """Handle the start of a framework's own training loop over a loader."""
@@ -124,9 +124,9 @@ class Overlay:
         raise NotImplementedError
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int] | None:
-        """Return what sets the accumulation, and its value; ``None`` where only the training's steps show it.
+        """Return what in the script sets the accumulation, and its value; ``None`` where only its steps show it.
 
-        What sets it is ``None`` for an argument of the framework's ``Trainer``.
+        Where an argument of the framework's ``Trainer`` sets it, this is ``None`` and the value.
         """
         return None
 
@@ -143,12 +143,12 @@ class Overlay:
         self.models.append(model)
         self._changes.apply_to(model)
 
-    def _give_batches(self, kinds: Iterable[Any]) -> None:
-        """Have the observer, if any, give the batches of every loader of these classes."""
+    def _observe_batches(self, loader_classes: Iterable[Any]) -> None:
+        """Have every loader of these classes iterate by ``Observer.batches``, if there is an observer."""
         if (observer := self._observer) is None:
             return
-        for kind in kinds:
-            around(kind, "__iter__", lambda own, loader: observer.batches(self, loader, lambda: own(loader)))
+        for kind in loader_classes:
+            around(kind, "__iter__", lambda own_iter, loader: observer.batches(self, loader, lambda: own_iter(loader)))
 
 
 def silence(kind: Any, *names: str, returned: Any = None) -> None:

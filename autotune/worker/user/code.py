@@ -29,22 +29,24 @@ _MOST_NAMED = 12
 _EVALUATION = re.compile(r"eval|valid|test", re.IGNORECASE)
 
 
-_MEANS = {"batch": re.compile("batch"), "accumulation": re.compile("accum")}
+_WORD_IN_FLAG = {"batch": re.compile("batch"), "accumulation": re.compile("accum")}
 
 
 def set_options(values: Mapping[str, int]) -> None:
-    """Replace values of options in what every ``argparse`` parser of this process returns from now on.
+    """Replace values in the namespaces that every ``argparse`` parser of this process returns from now on.
 
-    An option that a parser lacks, or that has the value ``None``, stays as it is.
+    The keys of ``values`` are flags or destinations of options. An option that a parser lacks, or whose value is
+    ``None``, stays as it is.
     """
 
-    def put(parsed: tuple[Any, Any], parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+    def replace(returned: tuple[Any, Any], parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        namespace, _rest = returned
         for action in parser._actions:
             for name in {action.dest, *action.option_strings} & values.keys():
-                if getattr(parsed[0], action.dest, None) is not None:
-                    setattr(parsed[0], action.dest, values[name])
+                if getattr(namespace, action.dest, None) is not None:
+                    setattr(namespace, action.dest, values[name])
 
-    after(argparse.ArgumentParser, "parse_known_args", put)
+    after(argparse.ArgumentParser, "parse_known_args", replace)
 
 
 class SeenOptions:
@@ -54,32 +56,35 @@ class SeenOptions:
         self.names: dict[str, str] = {}
         """The destination (``dest``) of each option."""
         self.values: dict[str, Any] = {}
+        # The base class that defines add_argument: groups of options inherit from it, too.
         kind: Any = next(each for each in argparse.ArgumentParser.__mro__ if "add_argument" in vars(each))
 
-        def added(made: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
-            self.names |= {name: made.dest for name in names if isinstance(name, str) and name.startswith("--")}
+        def record(action: argparse.Action, _: Any, /, *names: Any, **__: Any) -> None:
+            self.names |= {name: action.dest for name in names if isinstance(name, str) and name.startswith("--")}
 
-        after(kind, "add_argument", added)
+        after(kind, "add_argument", record)
         after(argparse.ArgumentParser, "parse_known_args", lambda parsed, *_, **__: self.values.update(vars(parsed[0])))
 
-    def flags(self, options: Mapping[str, Sequence[str]], seen: Mapping[str, int | None]) -> dict[str, str]:
-        """Return the script's flag for each setting that has one: of the names in ``options``, the last that it has.
+    def flags(self, usual_names: Mapping[str, Sequence[str]], seen: Mapping[str, int | None]) -> dict[str, str]:
+        """Return the script's flag for each setting that has one, such as ``--batch-size`` for ``batch``.
 
-        A name may have dashes or underscores. For a setting in ``seen``, another flag comes first if it is the only
-        one with the setting's word in its name and the seen value. Of several such flags, those with ``train`` count.
+        This is the last of the setting's ``usual_names`` that the script has, with dashes or underscores. ``seen`` has
+        the values of settings in a run. The only flag with this value and the setting's word in its name comes first;
+        of several such flags, those with ``train`` count.
         """
-        spelled = {name.replace("_", "-"): name for name in self.names}
+        by_dashed_name = {name.replace("_", "-"): name for name in self.names}
         found = {}
-        for what, names in options.items():
+        for setting, names in usual_names.items():
             for name in names:
-                if (dashed := name.replace("_", "-")) in spelled:
-                    found[what] = spelled[dashed]
-        for what, number in seen.items():
-            named = [flag for flag in self.names if _MEANS[what].search(flag) and not _EVALUATION.search(flag)]
-            given = [flag for flag in named if self.values.get(self.names[flag]) == number]
-            flags = [flag for flag in given if "train" in flag] or given
+                if (dashed := name.replace("_", "-")) in by_dashed_name:
+                    found[setting] = by_dashed_name[dashed]
+        for setting, value in seen.items():
+            word = _WORD_IN_FLAG[setting]
+            named = [flag for flag in self.names if word.search(flag) and not _EVALUATION.search(flag)]
+            with_value = [flag for flag in named if self.values.get(self.names[flag]) == value]
+            flags = [flag for flag in with_value if "train" in flag] or with_value
             if len(flags) == 1:
-                found[what] = flags[0]
+                found[setting] = flags[0]
         return found
 
 
@@ -89,8 +94,8 @@ def watch_options() -> SeenOptions:
     return SeenOptions()
 
 
-def next_step(source: TrainingSource) -> str:
-    """Return advice for a script with its own loop: placeholders or a function, with links to the documentation."""
+def advice_on_own_loop(source: TrainingSource) -> str:
+    """Return advice for a script whose own loop cannot be measured: how to use placeholders or a loop function."""
     within = os.path.relpath(source.file, source.cwd)
     file = source.file if within.startswith(os.pardir) else within
     names = [name for name in watch_options().names if name != "--help" and not _EVALUATION.search(name)]
@@ -129,10 +134,10 @@ def enter(source: TrainingSource) -> None:
     """Protect the user's files; set environment, working folder and paths as their code expects, without running it."""
     begin_run()
     os.environ.update({**_SILENCED, **dict(source.variables), WITHIN_VARIABLE: source.name})
-    # A mode that a script gives to wandb.init would take precedence over the variable.
-    unheard = {"mode": "disabled"}
+    # A mode that a script gives to wandb.init would take precedence over the variable WANDB_MODE.
+    disabled = {"mode": "disabled"}
     on_import(
-        "wandb", lambda wandb: around(wandb, "init", lambda run, *args, **said: run(*args, **{**said, **unheard}))
+        "wandb", lambda wandb: around(wandb, "init", lambda init, *args, **own: init(*args, **{**own, **disabled}))
     )
     os.chdir(source.cwd)
     # A function, too, may parse the command line, and must find no options.
@@ -142,17 +147,17 @@ def enter(source: TrainingSource) -> None:
 
 
 def run_script(source: TrainingSource, output_dir: str) -> None:
-    """Run a script to its end as ``__main__``, with its output folder replaced by ``output_dir``."""
+    """Run a script to its end as ``__main__``, with ``output_dir`` for the output folder of its command line."""
     words = list(source.argv)
-    for place, word in enumerate(words):
-        option, equals, own = word.partition("=")
+    for at, word in enumerate(words):
+        option, equals, users_folder = word.partition("=")
         if option not in OUTPUT_OPTIONS:
             continue
         if equals:
-            words[place] = f"{option}={output_dir}"
-        elif place + 1 < len(words):
-            own, words[place + 1] = words[place + 1], output_dir
-        os.environ[REDIRECTED_VARIABLE] = own
+            words[at] = f"{option}={output_dir}"
+        elif at + 1 < len(words):
+            users_folder, words[at + 1] = words[at + 1], output_dir
+        os.environ[REDIRECTED_VARIABLE] = users_folder
     run_as_main(source, words)
 
 
@@ -171,6 +176,7 @@ def load_function(source: TrainingSource) -> Callable[[Any], Any]:
     Raises ``UserCodeError`` where the file is no Python file or has no such function.
     """
     name = Path(source.file).stem
+    # An imported module of the same name must stay importable.
     if name in sys.modules or not name.isidentifier():
         name = f"autotune_trainer_{source.digest}"
     spec = importlib.util.spec_from_file_location(name, source.file)
@@ -192,17 +198,20 @@ def load_function(source: TrainingSource) -> Callable[[Any], Any]:
 
 
 # Lines at the end of a log in which the error is looked for: some libraries print advice after it. A choice.
-_LAST_WORDS = 8
+_LAST_LINES = 8
 _ERROR = re.compile(r"\b(error|unknown|invalid|unrecognized|could not|cannot|can't|no such|not found)\b", re.IGNORECASE)
 
 
-def left(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
-    """Return the error for code that raised ``SystemExit``, with its message, else the last error line of its log."""
-    said = error.code if isinstance(error.code, str) else _last_words(log_start)
+def exit_error(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
+    """Return the error to report for code that raised ``SystemExit``.
+
+    It has the exit's message, else the last error line of the process's log from byte ``log_start`` on.
+    """
+    reason = error.code if isinstance(error.code, str) else _last_error_line(log_start)
     # As python does: 0 without a code, 1 for a message.
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
     what = f"left with exit code {code}" if code else "ended without training"
-    return UserCodeError(f"{source.name} {what}" + (f": {said[:300]}" if said else ""))
+    return UserCodeError(f"{source.name} {what}" + (f": {reason[:300]}" if reason else ""))
 
 
 def log_size() -> int:
@@ -214,10 +223,10 @@ def log_size() -> int:
         return 0
 
 
-def _last_words(start: int) -> str:
+def _last_error_line(start: int) -> str:
     """Return the last error line, or else the last line, of this process's log from byte ``start`` on.
 
-    An error line is one of the last ``_LAST_WORDS`` lines that looks like an error. Empty for an empty log.
+    An error line is one of the last ``_LAST_LINES`` lines that looks like an error. Empty for an empty log.
     """
     flush_output()
     try:
@@ -226,12 +235,16 @@ def _last_words(start: int) -> str:
             lines = lines_with_words(log.read().decode(errors="replace"))
     except OSError:
         return ""
-    said = [line for line in lines[-_LAST_WORDS:] if _ERROR.search(line)]
-    return (said or lines or [""])[-1]
+    error_lines = [line for line in lines[-_LAST_LINES:] if _ERROR.search(line)]
+    return (error_lines or lines or [""])[-1]
 
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
-    """Cut the traceback of an error to begin in the user's file; return a clearer error for a known one, else it."""
+    """Return a ``UserCodeError`` with advice where the cause of an error is known, else the error itself.
+
+    Known are refused writes, questions to the terminal and ``SystemExit``. The traceback is cut to begin in the user's
+    file.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
         trace = trace.tb_next
@@ -251,6 +264,6 @@ def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
         )
     if isinstance(error, SystemExit):
         return UserCodeError(
-            str(left(source, error)), "run it by itself with the same options to see whether it trains"
+            str(exit_error(source, error)), "run it by itself with the same options to see whether it trains"
         )
     return error

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from autotune.core.training_source import STOP_VARIABLE, WITHIN_VARIABLE, TrainingSource
-from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE, UserCodeError, next_step
+from autotune.worker.user.code import OUTPUT_OPTIONS, REDIRECTED_VARIABLE, UserCodeError, advice_on_own_loop
 from autotune.worker.wrapping import before, lines_above, module_of, on_import, users_line
 
 _COMPILER = str(Path("torch", "_inductor", "compile_worker", "__main__.py"))
@@ -46,19 +46,19 @@ class Guard:
     is_known: Callable[[], bool] = lambda: False
     """Returns whether a training has begun that is observed elsewhere, so that its steps are allowed."""
     _is_lifted: bool = field(default=False, init=False)
-    _process: int = field(default_factory=os.getpid, init=False)
+    _job_pid: int = field(default_factory=os.getpid, init=False)
 
     def install(self, stop_file: str) -> None:
         """Stop the job from now on where this process, or one that it starts, trains without being measured.
 
-        A process that it starts writes the reason to ``stop_file``.
+        A started process finds the guard on its ``PYTHONPATH``, and writes the reason to ``stop_file``.
         """
-        os.environ[STOP_VARIABLE] = f"{self._process}:{stop_file}"
+        os.environ[STOP_VARIABLE] = f"{self._job_pid}:{stop_file}"
         paths = [str(_STARTED_PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])]
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
         import torch
 
-        def spawned(*_: Any, **__: Any) -> None:
+        def refuse_spawn(*_: Any, **__: Any) -> None:
             if not self._is_lifted:
                 self._end(
                     f"{self.source.name} starts processes of its own to train in (torch.multiprocessing)",
@@ -69,7 +69,7 @@ class Guard:
         # torch.multiprocessing starts processes through this function.
         for name in ("torch.multiprocessing.spawn", "torch.multiprocessing"):
             if hasattr(sys.modules.get(name), "start_processes"):
-                before(sys.modules[name], "start_processes", spawned)
+                before(sys.modules[name], "start_processes", refuse_spawn)
         sys.addaudithook(self._on_event)
 
     def lift(self) -> None:
@@ -78,10 +78,9 @@ class Guard:
 
     def _end(self, message: str, hint: str) -> None:
         """Stop the job, from this process or a forked one."""
-        if os.getpid() == self._process:
+        if os.getpid() == self._job_pid:
             self.stop(UserCodeError(message, hint))
         else:
-            # This is a fork of the job's process.
             _end_job(message, hint)
 
     def _on_step(self) -> None:
@@ -90,18 +89,21 @@ class Guard:
             self._end(*describe_training(self.source))
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Stop the job before it starts a process in which training could not be noticed; an audit hook of Python."""
+        """Stop the job before it starts a process in which training could not be noticed.
+
+        This is an audit hook of Python, which is called with every ``event``, such as ``os.exec``, and its arguments.
+        """
         if event not in _STARTS or self._is_lifted:
             return
         words, environment = _STARTS[event](arguments)
-        becomes = event == "os.exec" and os.getpid() == self._process
+        replaces_job = event == "os.exec" and os.getpid() == self._job_pid
         # torch.compile compiles in processes that have an environment of their own.
         is_compiler = any(word.endswith(_COMPILER) for word in words[1:2])
-        is_unknown = _is_python(words) and _is_unguarded(environment) and not is_compiler
-        # A launcher, such as those of torch and accelerate, starts processes to train in.
-        launches = any(Path(word).name in _LAUNCHERS or word.startswith(_LAUNCHER_MODULES) for word in words[:12])
-        if becomes or launches or is_unknown:
-            verb = "becomes" if becomes else "starts"
+        is_unguarded = _is_python(words) and _is_unguarded(environment) and not is_compiler
+        # A launcher, such as torchrun, starts processes to train in. Its name comes early in the command line.
+        is_launcher = any(Path(word).name in _LAUNCHERS or word.startswith(_LAUNCHER_MODULES) for word in words[:12])
+        if replaces_job or is_launcher or is_unguarded:
+            verb = "becomes" if replaces_job else "starts"
             self._end(
                 f"{self.source.name} {verb} another process, in which nothing can be measured: "
                 f"{shlex.join(words)[:200]}",
@@ -110,7 +112,7 @@ class Guard:
 
 
 def guard_started_python() -> None:
-    """Stop the job when this process, started by the user's code, begins to train."""
+    """Have this process, a Python that the user's code started, stop the job when it begins to train."""
     name = os.environ.get(WITHIN_VARIABLE, "the script")
     command = shlex.join(sys.orig_argv)[:200]
 
@@ -123,23 +125,24 @@ def guard_started_python() -> None:
 
 def _end_job(message: str, hint: str) -> NoReturn:
     """Write the reason to a file that the trial server reads, then end the job's process and this one."""
-    process, _, path = os.environ[STOP_VARIABLE].partition(":")
+    job_pid, _, path = os.environ[STOP_VARIABLE].partition(":")
+    # Written beside it and moved, so that nobody reads half of it.
     written = f"{path}.{os.getpid()}"
     Path(written).write_text(json.dumps({"message": message, "hint": hint}))
     os.replace(written, path)
-    os.kill(int(process), signal.SIGKILL)
+    os.kill(int(job_pid), signal.SIGKILL)
     os._exit(1)
 
 
-def before_steps(torch: Any, begins: Callable[[], None]) -> None:
-    """Call ``begins`` before each backward pass and each optimizer step."""
-    before(torch.autograd, "backward", lambda *_, **__: begins())
+def before_steps(torch: Any, on_step: Callable[[], None]) -> None:
+    """Call ``on_step`` before each backward pass and each optimizer step."""
+    before(torch.autograd, "backward", lambda *_, **__: on_step())
     # torch.optim deletes its attribute for this submodule.
-    sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: begins())
+    sys.modules["torch.optim.optimizer"].register_optimizer_step_pre_hook(lambda *_: on_step())
 
 
 def describe_training(source: TrainingSource) -> tuple[str, str]:
-    """Return a message that says how the code trains now, from the call stack, and advice."""
+    """Return a message about the unmeasured training step that runs now, and advice, both from the call stack."""
     from transformers import Trainer
 
     lines = list(lines_above())
@@ -158,7 +161,7 @@ def describe_training(source: TrainingSource) -> tuple[str, str]:
                 f"{kind} of {source.name} trains by a method of its own, which never calls Trainer.train",
                 "only the steps within Trainer.train of a Trainer can be measured",
             )
-    return f"{source.name} trains in a loop of its own{at}", next_step(source)
+    return f"{source.name} trains in a loop of its own{at}", advice_on_own_loop(source)
 
 
 def _prepares_weights() -> bool:
@@ -224,23 +227,25 @@ def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
 
 
 def _advice_for(words: Sequence[str]) -> str:
-    """Return the advice for a script that starts ``words`` as another process: give autotune that command instead."""
+    """Return the advice for a script that starts the command ``words`` as another process: search that instead.
+
+    The advice names it without launchers such as torchrun, and with the user's output folder.
+    """
     from autotune.core.errors import InvalidRequestError
     from autotune.core.launch_command import without_launchers
 
     try:
-        left = list(without_launchers([str(word) for word in words]).words)
+        command = list(without_launchers([str(word) for word in words]).words)
     except InvalidRequestError:
-        left = next((list(words[at:]) for at, word in enumerate(words) if str(word).endswith(".py")), [])
-    left = left[1:] if left and Path(left[0]).name.startswith("python") else left
-    if not left or left[0] == "-c":
+        command = next((list(words[at:]) for at, word in enumerate(words) if str(word).endswith(".py")), [])
+    command = command[1:] if command and Path(command[0]).name.startswith("python") else command
+    if not command or command[0] == "-c":
         return "give a command that trains in its own process: -- python train.py …"
     users_output = os.environ.get(REDIRECTED_VARIABLE)
-    for place, word in enumerate(left if users_output is not None else ()):
-        # The trial has set its own output folder: the advice names the user's folder again.
+    for at, word in enumerate(command if users_output is not None else ()):
         option, equals, _ = word.partition("=")
         if option in OUTPUT_OPTIONS and equals:
-            left[place] = f"{option}={users_output}"
+            command[at] = f"{option}={users_output}"
         elif option in OUTPUT_OPTIONS:
-            left[place + 1 : place + 2] = [str(users_output)]
-    return f"give what it starts: -- python {shlex.join(left)}"
+            command[at + 1 : at + 2] = [str(users_output)]
+    return f"give what it starts: -- python {shlex.join(command)}"

@@ -29,8 +29,8 @@ from autotune.worker.failures import first_line
 from autotune.worker.private.transformers import attention_of
 from autotune.worker.trial.step_checks import NO_GRADIENTS, NO_GRADIENTS_HINT
 from autotune.worker.trial.training_watch import Listener, StepListener, TrainingWatch
-from autotune.worker.user.adapter import Changes, GiveBatches, Observer, Overlay
-from autotune.worker.user.code import UserCodeError, enter, foreseen, load_function, next_step, watch_options
+from autotune.worker.user.adapter import Changes, MakeIterator, Observer, Overlay
+from autotune.worker.user.code import UserCodeError, advice_on_own_loop, enter, foreseen, load_function, watch_options
 from autotune.worker.user.frameworks import OVERLAYS
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.loader_overlay import LoaderOverlay, batch_of, is_made_by_data, key_of
@@ -75,7 +75,7 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
 
 
 def _with_loader(interface: CodeInterface, loader: Any) -> CodeInterface:
-    """Return an interface completed by a loader: where it is made, how it loads, its samples' lengths.
+    """Return an interface completed by the training loader: where it is made, how it loads, its samples' lengths.
 
     Loading of data without a length cannot be tuned, since each worker might load all of it.
     """
@@ -98,15 +98,15 @@ def check_gradients(watch: TrainingWatch, source: TrainingSource) -> None:
 
 
 def problem_of(error: BaseException, source: TrainingSource) -> Problem:
-    """Return the reason why the user's code could not be inspected; print the traceback of its own errors."""
-    # These errors come from missing variables by which torchrun tells a process its rank.
+    """Return why the user's code could not be inspected, and advice; print the traceback of its own errors."""
+    # Without the variables by which torchrun tells a process its rank, torch or the code raises these errors.
     modules = [module_of(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     asks_for_rank = isinstance(error, ValueError) and modules[-1:] == ["torch.distributed.rendezvous"]
     if isinstance(error, KeyError):
         asks_for_rank = error.args[:1] != () and error.args[0] in ALONE
     if source.is_ranked and asks_for_rank:
-        asked = f"{source.name} asks what torchrun tells a process, and is told so where its batch is a placeholder"
-        return Problem(asked, next_step(source))
+        message = f"{source.name} asks what torchrun tells a process, and is told so where its batch is a placeholder"
+        return Problem(message, advice_on_own_loop(source))
     error = foreseen(error, source)
     if isinstance(error, UserCodeError):
         return Problem(str(error), error.hint)
@@ -141,11 +141,11 @@ class LoopInspection(Observer, Listener):
         super().__init__(output_dir, on_cpu=code.work.devices.kind == "cpu")
         self._code, self._finish = code, finish
         self._options = watch_options()
-        self._given: tuple[Overlay, Any] | None = None
+        self._last_loader: tuple[Overlay, Any] | None = None
         """Framework and loader of the last batch; ``None`` before the first batch."""
-        self._trained: tuple[Overlay, Any] | None = None
+        self._training_loader: tuple[Overlay, Any] | None = None
         """Framework and loader of the training; ``None`` before its first backward pass."""
-        self._steps = self._passes = 0
+        self._step_count = self._passes_in_step = 0
         self._watch = TrainingWatch()
         self._watch.listener = self
 
@@ -157,13 +157,13 @@ class LoopInspection(Observer, Listener):
         self._watch.install(calls=False)
 
     def is_at_work(self) -> bool:
-        """Return whether a framework's loader has given a batch."""
-        return self._given is not None
+        """Return whether a framework's loader has given a batch, so that this inspection sees the training."""
+        return self._last_loader is not None
 
-    def batches(self, overlay: Overlay, loader: Any, give: GiveBatches) -> Iterator[Any]:
+    def batches(self, overlay: Overlay, loader: Any, make_iterator: MakeIterator) -> Iterator[Any]:
         """Yield the batches of a loader, and record the loader as the one of the last batch."""
-        for batch in give():
-            self._given = overlay, loader
+        for batch in make_iterator():
+            self._last_loader = overlay, loader
             if self._code.work.arms is not None:
                 # This process was started to trace a Trainer, and the script uses none.
                 self._finish(facts_of(None, loader))
@@ -174,38 +174,38 @@ class LoopInspection(Observer, Listener):
         self._finish_with(overlay, loader)
 
     def backward_begins(self, tensors: Any) -> None:
-        """Record which loader is used for training, and count the pass."""
-        self._trained = self._trained or self._given
-        self._passes += self.is_at_work()
+        """Record that the training uses the loader of the last batch, and count the backward pass."""
+        self._training_loader = self._training_loader or self._last_loader
+        self._passes_in_step += self.is_at_work()
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """End the inspection once the script's accumulation is known."""
-        if self._trained is None:
+        """End the inspection once the script's accumulation is known: at the latest from the second step's passes."""
+        if self._training_loader is None:
             return
-        self._steps += 1
+        self._step_count += 1
         # No second step is needed where the framework was told the accumulation.
-        if self._trained[0].told_accumulation() is not None or self._steps == 2:
-            self._finish_with(*self._trained)
-        self._passes = 0
+        if self._training_loader[0].told_accumulation() is not None or self._step_count == 2:
+            self._finish_with(*self._training_loader)
+        self._passes_in_step = 0
 
     def _finish_with(self, overlay: Overlay, loader: Any) -> NoReturn:
-        """End the process with the facts of the training, its own settings, and which of these can be replaced.
+        """End the process with the facts of the training, its own settings, and which settings a trial can replace.
 
         Raises ``UserCodeError`` where the loader does not decide the batch, or no parameter had a gradient.
         """
         source, model = self._code.source, next(iter(overlay.models), None)
         check_gradients(self._watch, source)
-        is_option = "accumulation" in self._options.flags({}, {"accumulation": self._passes})
-        by, accumulation = overlay.told_accumulation() or ("option" if is_option else "script", self._passes)
+        is_option = "accumulation" in self._options.flags({}, {"accumulation": self._passes_in_step})
+        by, accumulation = overlay.told_accumulation() or ("option" if is_option else "script", self._passes_in_step)
         batch, precision = batch_of(loader), overlay.precision(source.name)
-        what = None
+        obstacle = None
         if is_made_by_data(loader):
-            what = "takes one item of its data at a time, whatever its batch_size is"
+            obstacle = "takes one item of its data at a time, whatever its batch_size is"
         elif loader is not None and batch is None:
-            what = "has no batch size"
-        if what is not None:
-            message = f"the DataLoader of {source.name} {what}: its data make the batches"
-            raise UserCodeError(message, next_step(source))
+            obstacle = "has no batch size"
+        if obstacle is not None:
+            message = f"the DataLoader of {source.name} {obstacle}: its data make the batches"
+            raise UserCodeError(message, advice_on_own_loop(source))
         can_checkpoint = model is not None and bool(checkpointing_parts(model))
         checkpoints = model is not None and is_checkpointing(model)
         can_replace = {
@@ -223,9 +223,8 @@ class LoopInspection(Observer, Listener):
         )
         is_tf32 = torch.backends.cuda.matmul.allow_tf32 and precision == "fp32"
         facts = facts_of(model, loader)
-        # ``None`` stands for a precision that no trial sets, such as 16-bit weights without an autocast.
-        known = "tf32" if is_tf32 else precision or "fp32"
-        arm = Arm(known, checkpoints, facts.attn_implementations[0], OWN_OPTIM)
+        # A precision of ``None`` is one that no trial sets, such as 16-bit weights without an autocast.
+        arm = Arm("tf32" if is_tf32 else precision or "fp32", checkpoints, facts.attn_implementations[0], OWN_OPTIM)
         self._finish(
             dataclasses.replace(
                 facts,
@@ -238,7 +237,10 @@ class LoopInspection(Observer, Listener):
 
 
 def inspect_loop(code: Code, finish: Finish) -> NoReturn:
-    """Run the user's loop function until its first step, and report its model, data and the settings that it read."""
+    """Run the user's loop function until its first step, and report its model, data and the settings that it read.
+
+    The settings that it reads of its ``LoopConfig`` are those that a search can set.
+    """
     source, environment = code.source, inspect_environment()
     config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []
@@ -252,7 +254,7 @@ def inspect_loop(code: Code, finish: Finish) -> NoReturn:
         def step_ends(self, *_: Any) -> NoReturn:
             check_gradients(watch, source)
             loader = loaders[0] if loaders else None
-            searched = tuple(short for short, name in loop_interface.FIELDS.items() if name in config.was_read)
+            searched = tuple(setting for setting, name in loop_interface.FIELDS.items() if name in config.was_read)
             interface = CodeInterface("loop", searched, loader_batch=batch_of(loader))
             model = dataclasses.replace(
                 facts_of(watch.model, loader),

@@ -34,7 +34,10 @@ library sets, 196 steps came before the four that were timed. A choice."""
 
 @dataclass(eq=False)
 class LoaderOverlay:
-    """Changes the loader of one ``key``: the line that creates it, and its number among the loaders created there."""
+    """Changes the one ``DataLoader`` with this ``key``, when the user's code creates it.
+
+    A key is the line that creates a loader, and the loader's number among those created there.
+    """
 
     key: str | None = None
     batch: int | None = None
@@ -53,9 +56,9 @@ class LoaderOverlay:
     say: Callable[[str], None] = lambda _: None
     """Called with a message for each of the other loaders that is changed."""
     made: Any = field(default=None, init=False)
-    """The loader that was made at ``key``; ``None`` before."""
-    said: int | None = field(default=None, init=False)
-    """The ``batch_size`` that the code gives it, 1 without one; ``None`` before."""
+    """The loader with this ``key``; ``None`` before it is made."""
+    own_batch_size: int | None = field(default=None, init=False)
+    """The ``batch_size`` that the code gives the loader, 1 without one; ``None`` before it is made."""
     _made_at: Counter[str] = field(default_factory=Counter, init=False)
     """Number of loaders created at each line."""
 
@@ -63,7 +66,7 @@ class LoaderOverlay:
         """Wrap ``DataLoader`` for the rest of this process, to give each loader its key and change some."""
         signature = inspect.signature(DataLoader.__init__)
 
-        def made(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        def make_changed(make: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
             """Create a loader, with the changes that are asked for its key, and record the key in it."""
             place = line_of_maker()
             key = f"{place}#{self._made_at[place]}"
@@ -71,7 +74,7 @@ class LoaderOverlay:
             is_searched, batch = key == self.key, self.batch if key == self.key else self.others.get(key)
             given = signature.bind(loader, *args, **kwargs)
             if is_searched:
-                self.made, self.said = loader, given.arguments.get("batch_size", 1)
+                self.made, self.own_batch_size = loader, given.arguments.get("batch_size", 1)
                 if self.workers:
                     given.arguments |= {"num_workers": self.workers, "prefetch_factor": self.prefetch}
             if batch is not None:
@@ -87,14 +90,14 @@ class LoaderOverlay:
                 self.say(f"batch_size={batch} is set for the DataLoader at {os.path.basename(place)}")
             setattr(loader, _KEY, key)
 
-        around(DataLoader, "__init__", made)
+        around(DataLoader, "__init__", make_changed)
         if self.key is not None and self.least_batches:
             around(DataLoader, "__len__", self._lengthened)
 
     def _lengthened(self, length: Callable[..., int], loader: Any) -> int:
-        """Return a loader's length; if the training loader has too few batches, a multiple of its own length.
+        """Return a loader's length; for the training loader a multiple of it, if it has fewer than ``least_batches``.
 
-        The factor is 1 more than a multiple of the accumulation, and large enough for ``least_batches``.
+        The factor is 1 more than a multiple of the accumulation: as many batches as before are left after whole steps.
         """
         own = length(loader)
         if key_of(loader) != self.key or not 0 < own < self.least_batches:
@@ -118,11 +121,11 @@ def key_of(loader: Any) -> str | None:
     return getattr(loader, _KEY, None)
 
 
-def keep_key(made: Any, of: Any) -> None:
-    """Copy the key of a loader to a loader that a library made from it."""
-    key = key_of(of)
+def copy_key(new_loader: Any, original: Any) -> None:
+    """Copy the key of the user's loader to a loader that a library made from it."""
+    key = key_of(original)
     if key is not None:
-        setattr(made, _KEY, key)
+        setattr(new_loader, _KEY, key)
 
 
 def batch_of(loader: Any) -> int | None:
@@ -149,7 +152,7 @@ def is_made_by_data(loader: Any) -> bool:
 
 
 def line_of_maker() -> str:
-    """Return file and line of the code that called the caller, skipping known libraries."""
+    """Return file and line of the user's code that called the caller of this function, perhaps through libraries."""
     frame = sys._getframe(2)
     while frame.f_back is not None and module_of(frame).startswith(_LIBRARIES):
         frame = frame.f_back

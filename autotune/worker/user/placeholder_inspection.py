@@ -22,7 +22,7 @@ from autotune.core.inspection import ModelFacts, OwnSettings
 from autotune.core.messages import Problem
 from autotune.worker.facts import inspect_environment
 from autotune.worker.process import ForkedRun, in_fork
-from autotune.worker.user.code import UserCodeError, enter, left, log_size, run_script
+from autotune.worker.user.code import UserCodeError, enter, exit_error, log_size, run_script
 from autotune.worker.user.guard import Guard
 from autotune.worker.user.inspection import Code, Finish, problem_of
 from autotune.worker.user.placeholder_steps import ScriptRun, ScriptWatch, set_variables
@@ -187,7 +187,7 @@ class _ScriptInspector:
 
         def fail(error: BaseException) -> NoReturn:
             if isinstance(error, SystemExit):
-                error = left(source, error, log_start)
+                error = exit_error(source, error, log_start)
             problem = problem_of(error, source)
             if not isinstance(error, UserCodeError) or not error.hint:
                 problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(said)[:300]}")

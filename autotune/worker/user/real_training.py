@@ -291,7 +291,7 @@ class LoopRun(Run):
         if not hasattr(loader.made.dataset, "__len__"):
             return
         accumulation, batch = self.training.candidate.gradient_accumulation_steps, loader.made.batch_size
-        batches, own = len(loader.made), loader.said
+        batches, own = len(loader.made), loader.own_batch_size
         for schedule in self._schedules:
             end = planned_updates(schedule)
             if end is None or (self._overruled is None and is_made_for(end, batches, accumulation)):

@@ -50,12 +50,13 @@ class AccelerateOverlay(Overlay):
             set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
 
     def _wrap(self, module: ModuleType) -> None:
-        from autotune.worker.user.loader_overlay import keep_key, line_of_maker
+        from autotune.worker.user.loader_overlay import copy_key, line_of_maker
 
         kind: Any = module.Accelerator
         signature = inspect.signature(kind.__init__)
 
-        def made(make: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        def make_changed(make: Callable[..., None], accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            """Create an ``Accelerator`` with the candidate's settings, and record which settings the script passed."""
             given = signature.bind(accelerator, *args, **kwargs)
             self._made_at = line_of_maker()
             self._passed = frozenset(name for name in _SETTINGS if given.arguments.get(name) is not None)
@@ -63,42 +64,46 @@ class AccelerateOverlay(Overlay):
             make(*given.args, **given.kwargs)
             self._accelerator = accelerator
 
-        around(kind, "__init__", made)
+        around(kind, "__init__", make_changed)
         before(kind, "prepare", self._take_prepared_models)
         before(kind, "accumulate", lambda *_: setattr(self, "_accumulates", True))
 
         def keep(prepared: Any, _: Any, /, data_loader: Any, *__: Any, **___: Any) -> None:
             # A prepared loader may iterate over another loader that it has made.
             for made_of_it in (prepared, getattr(prepared, "base_dataloader", prepared)):
-                keep_key(made_of_it, data_loader)
+                copy_key(made_of_it, data_loader)
 
         after(kind, "prepare_data_loader", keep)
         loaders: Any = sys.modules["accelerate.data_loader"]
-        self._give_batches((loaders.DataLoaderShard, loaders.DataLoaderDispatcher))
+        self._observe_batches((loaders.DataLoaderShard, loaders.DataLoaderDispatcher))
         if self._observer is not None and self._observer.steps is not None:
             _write_nothing(kind)
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of ``Accelerator`` with the candidate's settings; a given plugin is changed in place."""
+        """Return the arguments ``given`` to an ``Accelerator`` with the candidate's settings in their place.
+
+        A given ``GradientAccumulationPlugin`` is changed in place. In a trial, nothing is logged.
+        """
         changes, wanted = self._changes, dict[str, Any]()
         if changes.precision is not None:
             wanted["mixed_precision"] = ACCELERATE[changes.precision]
         # A script that counts its batches itself divides its losses itself, so the ``Accelerator`` must not.
         if changes.accumulation is not None and changes.interface.accumulates_by == "accelerator":
             plugin = given.get("gradient_accumulation_plugin")
-            said = given.get("gradient_accumulation_steps", 1) if plugin is None else plugin.num_steps
-            if said != changes.accumulation:
-                changes.overrules(said)
+            own = given.get("gradient_accumulation_steps", 1) if plugin is None else plugin.num_steps
+            if own != changes.accumulation:
+                changes.overrules(own)
             if plugin is None:
                 wanted["gradient_accumulation_steps"] = changes.accumulation
             else:
                 plugin.num_steps = changes.accumulation
-        return {**changes.over(given, wanted), **({"log_with": None} if self._observer is not None else {})}
+        return {**changes.override(given, wanted), **({"log_with": None} if self._observer is not None else {})}
 
-    def _take_prepared_models(self, _: Any, *things: Any, **__: Any) -> None:
-        for thing in things:
-            if isinstance(thing, sys.modules["torch"].nn.Module):
-                self._take_model(None, thing)
+    def _take_prepared_models(self, _: Any, *prepared: Any, **__: Any) -> None:
+        """Record the models among the arguments of ``Accelerator.prepare``, and apply the settings to them."""
+        for each in prepared:
+            if isinstance(each, sys.modules["torch"].nn.Module):
+                self._take_model(None, each)
 
     def precision(self, name: str) -> Precision:
         """Return the precision of the ``Accelerator``. Raises ``UserCodeError`` for one that no trial has."""

@@ -65,29 +65,30 @@ class LightningOverlay(Overlay):
         if changes.accumulation is not None:
             wanted["accumulate_grad_batches"] = changes.accumulation
 
-        def made(make: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+        def make_changed(make: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
             """Create a ``Trainer`` with the wanted settings; with an observer, one that writes nothing."""
-            kwargs = changes.over(kwargs, wanted)
+            kwargs = changes.override(kwargs, wanted)
             if observer is not None:
                 given = kwargs.get("callbacks") or []
                 callbacks = kept(package, [*given] if isinstance(given, list | tuple) else [given])
                 quiet, batches = _quiet(observer), changes.epoch_batches
                 if batches is not None:
+                    # A rehearsal: a short epoch with its validation.
                     del quiet["limit_val_batches"]
                     quiet |= {"limit_train_batches": batches, "val_check_interval": 1.0, "check_val_every_n_epoch": 1}
                 logger = importlib.import_module(f"{package}.loggers.logger").DummyLogger()
                 kwargs |= {**quiet, "logger": logger, "callbacks": [*callbacks, self._callback(package, observer)]}
             make(trainer, *args, **kwargs)
 
-        def fitted(fit: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def fit_changed(fit: Callable[..., Any], trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             """Run ``Trainer.fit``; record the model and apply the settings to it once it is set up."""
             # Lightning calls on_fit_start once setup and configure_model have made the parts of the model.
             inner = getattr(model, "_orig_mod", model)
-            begins = inner.on_fit_start
+            own_on_fit_start = inner.on_fit_start
 
             def on_fit_start() -> None:
                 self._take_model(trainer, inner)
-                begins()
+                own_on_fit_start()
 
             inner.on_fit_start = on_fit_start
             try:
@@ -95,12 +96,13 @@ class LightningOverlay(Overlay):
             finally:
                 del inner.on_fit_start
 
-        around(kind, "__init__", made)
-        around(kind, "fit", fitted)
+        around(kind, "__init__", make_changed)
+        around(kind, "fit", fit_changed)
         if observer is not None:
             silence(kind, "validate", "test", "predict", "save_checkpoint", returned=[])
 
     def _callback(self, package: str, observer: Observer) -> Any:
+        """Return a callback of this package that reports the training's start, batches and steps to ``observer``."""
         base: Any = importlib.import_module(f"{package}.callbacks").Callback
         # Without steps, in an inspection, the process ends as the training starts.
         overlay, steps = self, cast("LoopSteps", observer.steps)
@@ -108,7 +110,7 @@ class LightningOverlay(Overlay):
         class Tells(base):  # type: ignore[misc]
             """Tells where the training, its batches and its steps begin and end."""
 
-            _asked = 0.0
+            _batch_asked_at = 0.0
 
             def on_train_start(self, trainer: Any, pl_module: Any) -> None:
                 for config in trainer.lr_scheduler_configs:
@@ -117,10 +119,10 @@ class LightningOverlay(Overlay):
                 overlay._trainer = trainer
                 observer.begins(overlay, trainer.train_dataloader)
                 steps.begin()
-                self._asked = time.perf_counter()
+                self._batch_asked_at = time.perf_counter()
 
             def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-                steps.micro_step_begins(time.perf_counter() - self._asked, batch)
+                steps.micro_step_begins(time.perf_counter() - self._batch_asked_at, batch)
 
             def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
                 # The optimizer's step contains the forward and the backward pass.
@@ -130,7 +132,7 @@ class LightningOverlay(Overlay):
                 self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
             ) -> None:
                 steps.micro_step_ends()
-                self._asked = time.perf_counter()
+                self._batch_asked_at = time.perf_counter()
 
             def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
                 steps.data_is_over()
@@ -142,7 +144,7 @@ class LightningOverlay(Overlay):
         return OF_LIGHTNING.get(str(self._trainer.precision))
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int]:
-        """Return ``None`` and the accumulation of the ``Trainer``; with manual optimization, ``("script", 1)``."""
+        """Return ``None``, for the ``Trainer``, and its accumulation; ``("script", 1)`` with manual optimization."""
         is_automatic = self._trainer.lightning_module.automatic_optimization
         return (None, self._trainer.accumulate_grad_batches) if is_automatic else ("script", 1)
 
@@ -208,13 +210,13 @@ class FabricOverlay(Overlay):
             if observer.on_cpu:
                 quiet["accelerator"] = "cpu"
             silence(kind, "save", "log", "log_dict")
-            self._give_batches((module._FabricDataLoader,))
+            self._observe_batches((module._FabricDataLoader,))
 
-        def made(make: Callable[..., None], fabric: Any, **options: Any) -> None:
-            make(fabric, **{**changes.over(options, wanted), **quiet})
+        def make_changed(make: Callable[..., None], fabric: Any, **options: Any) -> None:
+            make(fabric, **{**changes.override(options, wanted), **quiet})
             self._precision = fabric._precision.precision
 
-        around(kind, "__init__", made)
+        around(kind, "__init__", make_changed)
         for name in ("setup", "setup_module"):
             before(kind, name, self._take_model)
 
