@@ -1,8 +1,8 @@
 """Run once, in a loop of the user's own, what comes after its first steps: its longest batch and its validation.
 
 The data of the training ends after a few steps, so that the loop goes on to what it does at the end of an epoch. Other
-data loaded then is taken for the validation. It gives up to three parts of its first batch, then whole batches, and
-ends early.
+data loaded then is taken for the validation. Its loader gives up to three parts of its first batch, then whole batches,
+and ends early.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ _OTHER_DATA = 2
 
 
 class LoopRehearsal(Rehearses, OwnTrial):
-    """A trial of a loop that goes on through its longest batch and its validation, and ends with a ``Rehearsal``."""
+    """A run of the user's loop through its longest batch and its validation, which ends with a ``Rehearsal``.
+
+    A ``Rehearsal`` is the memory and time that a long training needs beyond its first steps.
+    """
 
     parts: LoopParts | None = None
     """What gives the batches; ``None`` before the code is run."""
@@ -52,18 +55,20 @@ class LoopRehearsal(Rehearses, OwnTrial):
             self.parts.end()
 
     def _end_after(self, error: BaseException) -> NoReturn:
+        """End the process with the results where the code left by ``SystemExit``; else as a trial ends."""
         if self.parts is not None and isinstance(error, SystemExit):
             self.parts.end()
         super()._end_after(error)
 
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
-        """Set up ``parts`` to give the loop's batches and to watch it; return steps that do nothing."""
+        """Set up ``parts`` to give the loop's batches and to watch it; return steps that time nothing."""
+        # Whether the steps really train is judged in trials.
         self._checks.watch.remove()
         self.parts = LoopParts(
             accumulation or 1, self._begins, self._source.framework, self._work, self._meter, self._finish
         )
         self._epoch_batches = self.parts.epoch_batches
-        around_batches(self.parts.give)
+        around_batches(self.parts.next_batch)
         after(DataLoader, "__iter__", self.parts.opened.__setitem__)
         watch = TrainingWatch()
         watch.begin_timed()
@@ -75,19 +80,19 @@ class LoopRehearsal(Rehearses, OwnTrial):
         """Set up the training loader; its length is that of the rehearsal's epoch, for loops that rely on it."""
         super()._overlay_loader(batch, accumulation=accumulation)
 
-        def said(length: Callable[..., int], loader: Any) -> int:
+        def rehearsed_length(length: Callable[..., int], loader: Any) -> int:
             own, is_trained_with = length(loader), key_of(loader) == self._source.interface.loader_key
             return own if self.parts is None or not is_trained_with else self.parts.length_of_epoch(own)
 
-        around(DataLoader, "__len__", said)
+        around(DataLoader, "__len__", rehearsed_length)
 
 
 class _NoSteps(LoopSteps):
     """Gives a loop its batches without dividing it into steps."""
 
-    def repeated(self, give: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yield the batches of one epoch."""
-        return give()
+    def repeated(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Return the iterator over one epoch's batches, unlike the endless one of a trial."""
+        return make_iterator()
 
     def micro_step_ends(self) -> None:
         """Do nothing."""
@@ -99,12 +104,13 @@ class LoopParts(Parts, Listener):
     def __init__(self, accumulation: int, begin: Callable[[], None], framework: Framework, *args: Any) -> None:
         super().__init__(*args)
         # Lightning takes as many batches as it was told, not as many as come.
-        self._is_counted = framework == "lightning"
-        self._is_ahead = framework == "accelerate"
+        self._counts_batches = framework == "lightning"
+        # accelerate asks for a batch before it gives the previous one to the loop.
+        self._asks_ahead = framework == "accelerate"
         self._begin = begin
         # First batches, given as they are: three steps, and two batches that a library may load ahead.
-        self._plain = 3 * accumulation + 2
-        whole_steps = -(-(self._plain + accumulation + 2) // accumulation)
+        self._plain_batches = 3 * accumulation + 2
+        whole_steps = -(-(self._plain_batches + accumulation + 2) // accumulation)
         self.epoch_batches = whole_steps * accumulation + (accumulation > 1)
         """Batches after which the training's data ends: whole steps; with accumulation, one batch more."""
         self._accumulation = accumulation
@@ -113,53 +119,58 @@ class LoopParts(Parts, Listener):
         """Batches of the script's own epoch if its last step is incomplete, else ``None``; set by the first update."""
         self._losses: deque[list[torch.Tensor]] = deque([[]], maxlen=3)
         """Absolute mean loss of each backward pass: lists for the last two steps, and one for the passes since."""
-        self._given = 0
+        self._trained_batches = 0
         """Batches given of the training's data."""
-        self._data: list[Any] = []
+        self._training_data: list[Any] = []
         """Datasets that are trained with; empty before the first update."""
-        self._latest: Any = None
+        self._latest_data: Any = None
         """The dataset of the latest batch before the first update."""
-        self._met: list[Any] = []
-        self._met_before: list[Any] = []
-        """Other datasets in the step before. A dataset that comes in two successive steps is trained with, too."""
+        self._other_data: list[Any] = []
+        """Other datasets in this step. A dataset that comes in two successive steps is trained with, too."""
+        self._other_data_before: list[Any] = []
+        """Other datasets in the step before."""
         self._make_longest: Callable[[], Any] | None = None
         self._longest = LongestBatch(0, 0, None, fits=False, read=0, of=0)
         self._is_epoch_over = False
-        self._evaluated: Any = None
+        self._validation_data: Any = None
         self.opened: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         """The loaders, by the iterators over them."""
-        self._evaluates_with: str | None = None
+        self._validation_key: str | None = None
         """The key of the validation's loader; ``None`` where its batch size is not that of the first batch."""
-        self._others = 0
-        self._rows = 0
-        self._first: Any = None
+        self._other_batches = 0
+        self._whole_samples = 0
+        """Samples of a whole batch of the validation."""
+        self._first_batch: Any = None
         """The validation's first batch, given after parts of it; ``None`` once it is given."""
-        self._large = Part(1, 0, 0, 0.0)
+        self._whole_part = Part(1, 0, 0, 0.0)
         """The whole batches of the validation so far."""
-        self._held: list[int | None] = []
-        self._held_of_host: list[int | None] = []
-        self._parts_given: list[int] = []
+        self._held_bytes: list[int | None] = []
+        self._held_host_bytes: list[int | None] = []
+        self._given_samples: list[int] = []
         """Samples of each batch of the validation so far."""
-        self._fitting = 0
+        self._fitting_samples = 0
         """The most samples of a validation batch whose peak was within the limit."""
-        self._total: int | None = None
+        self._total_batches: int | None = None
         """Batches of the whole validation; ``None`` where its loader has no length."""
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
-        """End the rehearsal after an error, and report the part in which it arose."""
-        if self._evaluated is not None:
+        """End the rehearsal after an error ``why``, and report the part in which it arose.
+
+        An out-of-memory is a finding of the part: the longest batch, or the validation, does not fit.
+        """
+        if self._validation_data is not None:
             if not is_out_of_memory:
                 self._unknown.append(f"the validation: {why}")
                 self.finish()
-            settings = {"batch_size": self._fitting} if self._fitting else {}
+            settings = {"batch_size": self._fitting_samples} if self._fitting_samples else {}
             self.finish(evaluation=self._evaluation_with(None, settings))
         if self._make_longest is not None and is_out_of_memory:
             self.finish(longest=self._longest)
         self._answer(Problem(why))
 
     def end(self) -> NoReturn:
-        """End the rehearsal with its results."""
-        if self._parts_given:
+        """End the rehearsal with its results, once the loop has ended or trains on after the epoch."""
+        if self._given_samples:
             self.finish(evaluation=self._evaluation())
         self._note_last_step()
         self._unknown.append("a validation: none came at the end of an epoch")
@@ -168,7 +179,7 @@ class LoopParts(Parts, Listener):
     # What the loop does
 
     def backward_begins(self, tensors: Any) -> None:
-        """Record the loss."""
+        """Record the loss from which the backward pass begins."""
         first = tensors[0] if isinstance(tensors, list | tuple) else tensors
         self._losses[-1].append(first.detach().abs().mean())
 
@@ -176,55 +187,64 @@ class LoopParts(Parts, Listener):
         """Begin the losses of another step, and record which datasets are trained with."""
         if self._losses[-1]:
             self._losses.append([])
-        if not self._data and self._latest is not None:
-            self._data.append(self._latest)
+        if not self._training_data and self._latest_data is not None:
+            # The first update: the data of the latest batch is what it was trained with.
+            self._training_data.append(self._latest_data)
             if self._own_batches is not None and self.length_of_epoch(self._own_batches) == self._own_batches:
                 self._own_batches = None
-            if self._own_batches is None and self._accumulation > 1 and not self._is_counted:
+            if self._own_batches is None and self._accumulation > 1 and not self._counts_batches:
                 # Without an incomplete step the batch for it is left out. Lightning was told to expect that batch.
                 self._last_batch -= 1
-        if self._given <= self._plain:
-            self._data += [data for data in self._met if any(data is each for each in self._met_before)]
-            self._met, self._met_before = [], self._met
+        if self._trained_batches <= self._plain_batches:
+            self._training_data += [
+                data for data in self._other_data if any(data is each for each in self._other_data_before)
+            ]
+            self._other_data, self._other_data_before = [], self._other_data
 
-    def give(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
-        """Return the next batch for training or validation; ``batches`` is a loader's iterator over ``data``."""
-        if not self._data:
-            if self._latest is None:
+    def next_batch(self, load: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+        """Return the next batch for training or validation, in place of ``load(batches)``.
+
+        ``batches`` is a loader's iterator over the dataset ``data``, and ``load`` its own ``__next__``.
+        """
+        if not self._training_data:
+            if self._latest_data is None:
                 self._begin()
-            self._given = self._given + 1 if data is self._latest else 1
-            self._latest, self._own_batches = data, length(batches)
-            return give(batches)
+            self._trained_batches = self._trained_batches + 1 if data is self._latest_data else 1
+            self._latest_data, self._own_batches = data, length(batches)
+            return load(batches)
         # A validation may be on the training's own data, too.
-        if (torch.is_grad_enabled() or not self._is_epoch_over) and any(data is each for each in self._data):
-            if self._evaluated is not None:
+        may_train = torch.is_grad_enabled() or not self._is_epoch_over
+        if may_train and any(data is each for each in self._training_data):
+            if self._validation_data is not None:
+                # Training goes on after the validation.
                 self.end()
-            return self._training_batch(give, batches, data)
-        if not self._is_epoch_over and self._given <= self._plain:
-            self._met.append(data)
-            return give(batches)
+            return self._training_batch(load, batches, data)
+        if not self._is_epoch_over and self._trained_batches <= self._plain_batches:
+            self._other_data.append(data)
+            return load(batches)
         if not self._is_epoch_over:
             self._end_epoch()
-        return self._evaluation_batch(give, batches, data)
+        return self._evaluation_batch(load, batches, data)
 
-    def _training_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
-        """Return the next training batch, later the longest one. Raise ``StopIteration`` at the end of the epoch."""
+    def _training_batch(self, load: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+        """Return the next training batch, after the plain ones the longest. Raise ``StopIteration`` after the last."""
         if self._is_epoch_over:
             # Another epoch begins without a validation in between.
             self.end()
-        self._given += 1
-        if self._given == self._plain + 1:
+        self._trained_batches += 1
+        if self._trained_batches == self._plain_batches + 1:
             self._find_longest(batches, data)
-        if self._given > self._last_batch:
+        if self._trained_batches > self._last_batch:
             self._end_epoch()
             raise StopIteration
         # The longest batch is made anew each time, since a loop may change a batch.
-        return give(batches) if self._make_longest is None else self._make_longest()
+        return load(batches) if self._make_longest is None else self._make_longest()
 
     def length_of_epoch(self, batches: int) -> int:
-        """Return the length to report for a real epoch of ``batches``.
+        """Return the length that the loader of a real epoch of ``batches`` reports to the loop.
 
-        It is that of the rehearsal's epoch where the last step of both is incomplete, else ``batches``.
+        Where the real epoch's last step is incomplete, it is that of the rehearsal's epoch, whose last step is
+        incomplete, too: a loop may use the length to train that step rightly. Else it is ``batches``.
         """
         candidate = self._work.candidate
         # With fp16 a gradient scaler skips steps and changes the losses' factor: the last step is not judged.
@@ -234,8 +254,8 @@ class LoopParts(Parts, Listener):
         return self.epoch_batches if of_rank % candidate.gradient_accumulation_steps else batches
 
     def _note_last_step(self) -> None:
-        """Record the incomplete last step of the epoch where it was trained wrongly."""
-        if self._own_batches is None or self._given < self._last_batch or len(self._losses) < 3:
+        """Record whether the loop trained the incomplete last step of the epoch wrongly: not at all, or misweighted."""
+        if self._own_batches is None or self._trained_batches < self._last_batch or len(self._losses) < 3:
             return
         whole, last, without_step = self._losses
         if without_step:
@@ -243,10 +263,10 @@ class LoopParts(Parts, Listener):
             is_wrong = len(without_step) < len(last)
         else:
             # A correct loop divides each loss by the number of micro-batches: fewer make it larger by this factor.
-            larger = len(whole) / max(1, len(last))
+            factor = len(whole) / max(1, len(last))
             ratio = float(torch.stack(last).mean() / torch.stack(whole).mean())
             # Its root lies halfway between 1, of a loop that divides by the whole accumulation, and the factor.
-            is_wrong = larger > 1 and ratio < math.sqrt(larger)
+            is_wrong = factor > 1 and ratio < math.sqrt(factor)
         if is_wrong:
             batches = -(-self._own_batches // self._work.world_size)
             accumulation = self._work.candidate.gradient_accumulation_steps
@@ -264,7 +284,7 @@ class LoopParts(Parts, Listener):
         self._reset()
 
     def _find_longest(self, batches: Any, data: Any) -> None:
-        """Record the peak so far. Use the longest samples in the following batches if lengths differ."""
+        """Record the peak so far. If lengths differ, make the following training batches of the longest samples."""
         self._meter.synchronize()
         self._found = replace(self._found, peak_bytes=self._meter.peaks().reserved)
         try:
@@ -279,76 +299,75 @@ class LoopParts(Parts, Listener):
 
     # Its validation
 
-    def _evaluation_batch(self, give: Callable[[Any], Any], batches: Any, data: Any) -> Any:
+    def _evaluation_batch(self, load: Callable[[Any], Any], batches: Any, data: Any) -> Any:
         """Measure the validation so far, and return its next batch. Raise ``StopIteration`` after enough batches."""
-        if self._evaluated is None:
+        if self._validation_data is None:
             self._note_last_step()
-            self._evaluated = data
-            self._total = length(batches)
-            self._since = self._whole_since = time.perf_counter()
-        if data is not self._evaluated:
-            self._others += 1
-            if self._others > _OTHER_DATA:
+            self._validation_data = data
+            self._total_batches = length(batches)
+            self._validation_began_at = self._whole_began_at = time.perf_counter()
+        if data is not self._validation_data:
+            self._other_batches += 1
+            if self._other_batches > _OTHER_DATA:
                 raise StopIteration
-            return give(batches)
-        # accelerate asks for a batch before it gives the previous one to the loop.
-        self._note(len(self._parts_given) - self._is_ahead)
-        whole = self._parts_given.count(self._rows)
-        if whole >= LARGE_PART or (whole > _FEWEST and time.perf_counter() - self._since > self._work.seconds):
+            return load(batches)
+        self._measure(len(self._given_samples) - self._asks_ahead)
+        whole, seconds = self._given_samples.count(self._whole_samples), time.perf_counter() - self._validation_began_at
+        if whole >= LARGE_PART or (whole > _FEWEST and seconds > self._work.seconds):
             raise StopIteration
-        if not self._parts_given:
-            self._first = give(batches)
-            self._rows = batch_samples(self._first) or 0
+        if not self._given_samples:
+            self._first_batch = load(batches)
+            self._whole_samples = batch_samples(self._first_batch) or 0
             loader = self.opened.get(batches)
             asked = batch_of(loader) or 0
-            if self._rows == min(asked, length(data) or asked):
-                self._evaluates_with = key_of(loader)
-        # Parts of the first batch come first: an eighth, a quarter and a half of it.
-        most_parts = min(3, (self._total or 4) - 1) if self._is_counted else 3
-        given = len(self._parts_given)
-        part = self._rows >> 3 - given if given < most_parts else 0
-        smaller = cut(self._first, self._rows, 0, part) if part else None
-        if smaller is not None:
-            self._parts_given.append(part)
-            return smaller
-        batch = give(batches) if self._first is None else self._first
-        self._first = None
-        self._parts_given.append(self._rows)
+            if self._whole_samples == min(asked, length(data) or asked):
+                self._validation_key = key_of(loader)
+        # Parts of the first batch come first: an eighth, a quarter and a half of it. Each takes the place of a batch.
+        most_parts = min(3, (self._total_batches or 4) - 1) if self._counts_batches else 3
+        given = len(self._given_samples)
+        part_samples = self._whole_samples >> 3 - given if given < most_parts else 0
+        part = cut(self._first_batch, self._whole_samples, 0, part_samples) if part_samples else None
+        if part is not None:
+            self._given_samples.append(part_samples)
+            return part
+        batch = load(batches) if self._first_batch is None else self._first_batch
+        self._first_batch = None
+        self._given_samples.append(self._whole_samples)
         if not whole:
-            self._whole_since = time.perf_counter()
+            self._whole_began_at = time.perf_counter()
         return batch
 
-    def _note(self, used: int) -> None:
-        """Record the memory of the validation after its first ``used`` batches were run."""
+    def _measure(self, used: int) -> None:
+        """Record the memory of the validation after the loop has run its first ``used`` batches."""
         if used <= 0:
             return
         self._meter.synchronize()
         peak = self._meter.peaks().reserved
         if peak <= self._work.line_bytes:
-            self._fitting = max(self._fitting, self._parts_given[used - 1])
-        whole = self._parts_given[:used].count(self._rows)
+            self._fitting_samples = max(self._fitting_samples, self._given_samples[used - 1])
+        whole = self._given_samples[:used].count(self._whole_samples)
         host = self._host_peak()
         if whole:
             self._trim()
-            self._held.append(self._meter.allocated_bytes())
-            self._held_of_host.append(host)
-        self._large = Part(max(1, whole), peak, host, time.perf_counter() - self._whole_since)
+            self._held_bytes.append(self._meter.allocated_bytes())
+            self._held_host_bytes.append(host)
+        self._whole_part = Part(max(1, whole), peak, host, time.perf_counter() - self._whole_began_at)
 
     def _evaluation_with(self, whole: Whole | None, settings: dict[str, int]) -> Evaluation:
-        """Return the record of a validation that needs ``whole``, and fits with ``settings``."""
-        samples = None if self._total is None else self._total * self._rows
-        run, key, fits = len(self._parts_given), self._evaluates_with, self._does_fit(whole)
-        return Evaluation(self._rows, samples, run, whole, fits, settings, of_loop=True, loader_key=key)
+        """Return the record of a validation: ``whole`` is its memory, and with ``settings`` it fits."""
+        samples = None if self._total_batches is None else self._total_batches * self._whole_samples
+        run, key, fits = len(self._given_samples), self._validation_key, self._does_fit(whole)
+        return Evaluation(self._whole_samples, samples, run, whole, fits, settings, of_loop=True, loader_key=key)
 
     def _evaluation(self) -> Evaluation:
         """Return the memory of the whole validation, extrapolated from its first batches."""
-        self._note(len(self._parts_given))
-        large, total = self._large, self._total or LARGE_PART
+        self._measure(len(self._given_samples))
+        large, total = self._whole_part, self._total_batches or LARGE_PART
         left = max(0, total - large.batches)
         # Steady growth goes on to the end, as of outputs that are kept. Other growth ends with the first batches.
-        kept, host = ((growth_of(held) or 0) * left for held in (self._held, self._held_of_host))
+        kept, host = ((growth_of(held) or 0) * left for held in (self._held_bytes, self._held_host_bytes))
         seconds = large.seconds * (1 + left / large.batches)
         whole = Whole(large.device_bytes + kept, large.host_bytes + host, seconds, max(kept, host))
         is_large = large.device_bytes > self._work.line_bytes
-        settings = {"batch_size": self._fitting} if is_large and self._fitting else {}
+        settings = {"batch_size": self._fitting_samples} if is_large and self._fitting_samples else {}
         return self._evaluation_with(whole, settings)

@@ -15,21 +15,24 @@ from autotune.worker.arrays import arrays_in
 from autotune.worker.trial.training_watch import Listener, StepListener
 from autotune.worker.user.code import UserCodeError
 
-# Limits beyond which the code is refused: successive dropped steps, early steps before a whole one, and micro-steps
-# without a backward pass. Choices.
+# Limits beyond which the code is refused: dropped steps in a row, steps with other micro-steps than asked before a
+# whole one, and micro-steps in a row without a backward pass. Choices.
 _MOST_DROPPED = 40
 _MOST_EARLY = 3
 _MOST_WITHOUT_BACKWARD = 50
 
 
 class StepMarks(Listener):
-    """Keeps the last loss of a loop, and marks the end of a step's backward passes and the end of its update."""
+    """Keeps the last loss of a loop, and marks where a step's backward passes and its update end.
+
+    A mark is a point on the device's timeline, such as a CUDA event.
+    """
 
     def __init__(self, name: str, listener: StepListener) -> None:
         self._name = name
         self._listener = listener
         self._marks: tuple[Any, Any] | None = None
-        """Marks of both ends in this step; ``None`` before its first optimizer begins."""
+        """Where this step's backward passes and its update end; ``None`` before its first optimizer begins."""
         self.loss: Any = None
         """The tensor from which the last backward pass began, detached; ``None`` before the first pass."""
 
@@ -44,7 +47,7 @@ class StepMarks(Listener):
             self.mark_both()
 
     def mark_both(self) -> None:
-        """Mark this point as the end of the backward passes, and of the update until that is marked itself."""
+        """Mark this point as the end of the backward passes, and for now as the end of the update, too."""
         mark = self._listener.mark()
         self._marks = mark, mark
 
@@ -63,7 +66,10 @@ class LoopSteps(StepMarks):
         on_loader: Callable[[Any], None] = lambda _: None,
         on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """Divide a loop into steps; call ``on_loader`` with its loader, then ``on_begin`` before the first batch."""
+        """Divide the loop of the code called ``name`` into steps, and tell ``listener`` of them.
+
+        ``on_loader`` is called with the loader, then ``on_begin`` once before the first batch.
+        """
         super().__init__(name, listener)
         self._on_begin, self._on_loader = on_begin, on_loader
         self._on_batch = on_batch
@@ -83,7 +89,7 @@ class LoopSteps(StepMarks):
         self._has_stepped = False
         """Whether an optimizer that torch knows has stepped so far."""
         self._whole_steps = 0
-        self._dropped = self._early = self._micro_steps_without_backward = 0
+        self._dropped_in_row = self._early_steps = self._micro_steps_without_backward = 0
 
     # What the watch tells
 
@@ -93,7 +99,7 @@ class LoopSteps(StepMarks):
         super().backward_begins(tensors)
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Mark the end of the update, by the last of several optimizers."""
+        """Mark the end of the update; of several optimizers the mark of the last one stays."""
         if self._marks is not None:
             self._marks = self._marks[0], self._listener.mark()
             self._has_stepped = True
@@ -105,20 +111,23 @@ class LoopSteps(StepMarks):
         self._on_loader(loader)
         yield from self.repeated(lambda: iter(loader))
 
-    def repeated(self, give: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yield batches endlessly; ``give`` begins an epoch, and returns the iterator over its batches."""
+    def repeated(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Yield batches endlessly; ``make_iterator`` begins an epoch, and returns the iterator over its batches.
+
+        Ends only after an epoch without batches.
+        """
         with self._opened("goes over autotune.steps within autotune.steps", "use it for the training loop alone"):
-            while (yield from self._once(give())):
+            while (yield from self._epoch(make_iterator())):
                 self.data_is_over()
 
     @contextlib.contextmanager
-    def _opened(self, within: str, hint: str) -> Iterator[None]:
+    def _opened(self, problem: str, hint: str) -> Iterator[None]:
         """Report the start of the training, and allow no other use of the steps within the block.
 
-        Raises ``UserCodeError`` for a nested use, with ``within`` and ``hint`` as its texts.
+        Raises ``UserCodeError`` for a nested use, with ``problem`` and ``hint`` as its texts.
         """
         if self._is_open:
-            raise UserCodeError(f"{self._name} {within}", hint)
+            raise UserCodeError(f"{self._name} {problem}", hint)
         self._is_open = True
         try:
             self.begin()
@@ -126,17 +135,17 @@ class LoopSteps(StepMarks):
         finally:
             self._is_open = False
 
-    def _once(self, batches: Iterator[Any]) -> Generator[Any, None, bool]:
-        """Yield the batches of an epoch; return whether there were any."""
-        given = 0
+    def _epoch(self, batches: Iterator[Any]) -> Generator[Any, None, bool]:
+        """Yield the batches of an epoch, each as a micro-step; return whether there were any."""
+        has_batches = False
         while True:
-            began = perf_counter()
+            asked_at = perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
-                return given > 0
-            given += 1
-            self.micro_step_begins(perf_counter() - began, batch)
+                return has_batches
+            has_batches = True
+            self.micro_step_begins(perf_counter() - asked_at, batch)
             try:
                 yield batch
             finally:
@@ -158,10 +167,11 @@ class LoopSteps(StepMarks):
             self._listener.begin()
 
     def micro_step_begins(self, wait_seconds: float, batch: Any) -> None:
-        """Report that a batch arrived, if there is one. The wait for a step's first batch is not counted."""
+        """Begin a micro-step with a batch, or ``None`` where there is none, and add the time waited for it."""
         if batch is not None:
             self._on_batch(batch)
         if self._micro_steps == 0:
+            # The listener itself times the wait for a step's first batch.
             self._listener.step_begins()
         else:
             self._wait_seconds += wait_seconds
@@ -201,30 +211,34 @@ class LoopSteps(StepMarks):
             self._drop(is_early=is_early)
             return
         self._whole_steps += 1
-        self._dropped = self._early = 0
+        self._dropped_in_row = self._early_steps = 0
+        # An optimizer that torch does not know leaves no marks: all of the step then ends here.
         mark = self._listener.mark() if self._marks is None else None
         marks, wait_seconds = self._marks or (mark, mark), self._wait_seconds
         self._reset()
         self._listener.step_ends(marks, wait_seconds)
 
     def _drop(self, *, is_early: bool) -> None:
-        """Drop a step. Raises ``UserCodeError`` after too many dropped steps."""
-        self._dropped += 1
-        self._early += is_early
+        """Leave a step out of the measurement; ``is_early``: it has other micro-steps than were asked for.
+
+        Raises ``UserCodeError`` after too many dropped steps in a row, or too many early ones before any whole step.
+        """
+        self._dropped_in_row += 1
+        self._early_steps += is_early
         micro_steps = self._micro_steps
         self._reset()
         self._listener.step_is_dropped()
-        if self._early > _MOST_EARLY and self._whole_steps == 0:
+        if self._early_steps > _MOST_EARLY and self._whole_steps == 0:
             raise UserCodeError(
                 f"{self._name} steps its optimizer after {micro_steps} batches, asked was {self._accumulation}",
                 "have it accumulate as many batches as its gradient_accumulation_steps say",
             )
-        if self._dropped > _MOST_DROPPED:
-            raise UserCodeError(f"{self._name} made no whole step of its optimizer in {self._dropped} steps")
+        if self._dropped_in_row > _MOST_DROPPED:
+            raise UserCodeError(f"{self._name} made no whole step of its optimizer in {self._dropped_in_row} steps")
 
     def data_is_over(self) -> None:
-        """Drop the step that the end of the data cut short. Early steps before it are forgiven."""
-        self._early = 0
+        """Drop the step that the end of the data cut short, if any, and forget the early steps before it."""
+        self._early_steps = 0
         if self._micro_steps:
             self._drop(is_early=False)
 

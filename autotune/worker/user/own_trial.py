@@ -37,7 +37,7 @@ from autotune.worker.user.placeholder_steps import PlaceholderSteps, set_variabl
 from autotune.worker.user.samples import spread_loader
 from autotune.worker.wrapping import around
 
-# Steps that the ends of the data cut short are not counted. A choice.
+# More steps than are measured must be possible: those that the end of the data cuts short do not count. A choice.
 _SPARE_STEPS = 40
 
 
@@ -68,9 +68,9 @@ class OwnTrial(Trial):
         self._source = self._workload.source
         self._finish = finish
         self._is_unmodified = work.unmodified
-        self._is_told_by_words = self._source.framework == "placeholders"
-        # A script with placeholders is measured wherever it begins to train.
-        self._guard = Guard(self._source, self._refuse, is_known=lambda: self._is_told_by_words)
+        self._has_placeholders = self._source.framework == "placeholders"
+        # A script with placeholders is measured wherever it begins to train: the guard allows its steps.
+        self._guard = Guard(self._source, self._refuse, is_known=lambda: self._has_placeholders)
         self._timer: StepTimer | None = None
         self._steps: StepMarks | None = None
 
@@ -78,7 +78,7 @@ class OwnTrial(Trial):
         """Run the user's code with the candidate's settings, until the trial ends the process."""
         if self._source.kind == "loop":
             self._run_function()
-        elif self._is_told_by_words:
+        elif self._has_placeholders:
             self._run_with_placeholders(output_dir)
         else:
             self._run_on_framework(output_dir)
@@ -106,15 +106,15 @@ class OwnTrial(Trial):
             # Only the profiled step failed, after all that is needed was measured.
             self._end(self._completed(self._timer.pending, None))
         # A loop that ends by itself, or is left, has been measured as far as it went.
-        is_over = isinstance(error, UserCodeError | SystemExit)
-        if is_over and self._steps is not None and self._timer is not None and self._timer.has_measured:
-            self._end(self._judged_measurement(self._timer.measurement()))
+        ended_itself = isinstance(error, UserCodeError | SystemExit)
+        if ended_itself and self._steps is not None and self._timer is not None and self._timer.has_measured:
+            self._end_measured(self._timer.measurement())
         if isinstance(self._steps, LoopSteps) and self._steps.is_incomplete:
             # The error would end a real training, too, in its first epoch.
             outcome = self._outcome_of_error(error)
             if isinstance(outcome, Failed) and outcome.reason == "error":
-                told = "in the incomplete last batch of an epoch, which drop_last=True leaves out"
-                self._end(dataclasses.replace(outcome, message=f"{outcome.message} ({told})"))
+                where = "in the incomplete last batch of an epoch, which drop_last=True leaves out"
+                self._end(dataclasses.replace(outcome, message=f"{outcome.message} ({where})"))
         if self._is_open:
             self._meter.lift_limit()
         self._end(self._outcome_of_error(error))
@@ -131,25 +131,28 @@ class OwnTrial(Trial):
         return timer
 
     def _warm_up_loading(self, workers: int, prefetch: int | None) -> None:
-        """Add warm-up steps for the batches that loader workers have prefetched."""
+        """Add warm-up steps for the batches that ``workers`` processes have prefetched when the first step begins.
+
+        Steps on these hardly wait for data, unlike later ones. ``prefetch`` is the batches that each prepares ahead.
+        """
         ahead = None if prefetch is None else min(prefetch, MOST_PREFETCHED)
         arm = dataclasses.replace(self._candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=ahead)
-        ready = prefetched_steps(dataclasses.replace(self._candidate, arm=arm), self._effort)
-        self._effort = dataclasses.replace(self._effort, warmup_steps=self._effort.warmup_steps + ready)
+        more_steps = prefetched_steps(dataclasses.replace(self._candidate, arm=arm), self._effort)
+        self._effort = dataclasses.replace(self._effort, warmup_steps=self._effort.warmup_steps + more_steps)
 
     def _make_checks(self) -> StepChecks:
         """Return the checks that judge whether steps really train, and end the process where they do not."""
         # Of a script with placeholders, samples are counted where its inspection saw them enter a model.
-        samples = None if self._is_told_by_words else self._candidate.per_device_train_batch_size
-        # No exception, which their code might catch.
-        return StepChecks(self._source.name, samples, lambda found: self._end(self._failure(found)))
+        samples = None if self._has_placeholders else self._candidate.per_device_train_batch_size
+        # The process ends at once: their code might catch an exception.
+        return StepChecks(self._source.name, samples, lambda error: self._end(self._failure(error)))
 
     def _refuse(self, error: UserCodeError) -> NoReturn:
         """End the process because the user's code cannot be measured."""
         self._end(self._outcome_of_error(error))
 
     def _outcome_of_error(self, error: BaseException) -> OutOfMemory | Failed:
-        """Return the outcome of an error in the user's code."""
+        """Return the outcome of a trial that an error in the user's code ended; the message says what to look at."""
         error = foreseen(error, self._source)
         if isinstance(error, UserCodeError | SystemExit) and self._checks.has_run_out():
             message = f"{self._source.name} ran out of memory, and caught the error"
@@ -174,19 +177,20 @@ class OwnTrial(Trial):
         self._phases.end()
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 
-    # Training loops
-
     def _run_function(self) -> None:
-        """Call the user's function with the candidate's settings."""
-        run = micro_steps_to_run(self._candidate, self._effort)
+        """Call the user's loop function with the candidate's settings.
+
+        It may be told fewer micro-steps than the candidate has, which stand for all of them.
+        """
+        micro_steps = micro_steps_to_run(self._candidate, self._effort)
         reads_accumulation = "accumulation" in self._source.interface.searched
         arguments = loop_arguments(self._candidate)
         if reads_accumulation:
-            arguments["gradient_accumulation_steps"] = run
-        steps = self._loop_steps(run if reads_accumulation else 1, self._check_batch)
-        # Some loops count their batches against the length of the loader.
-        most = most_steps(self._candidate, self._effort) + _SPARE_STEPS
-        self._overlay_loader(None, least_batches=2 * most * run, accumulation=run)
+            arguments["gradient_accumulation_steps"] = micro_steps
+        steps = self._loop_steps(micro_steps if reads_accumulation else 1, self._check_batch)
+        # Some loops stop after as many batches as the loader is long: it must be longer than the trial.
+        step_limit = most_steps(self._candidate, self._effort) + _SPARE_STEPS
+        self._overlay_loader(None, least_batches=2 * step_limit * micro_steps, accumulation=micro_steps)
         loop_interface.listen(steps)
         load_function(self._source)(LoopConfig(**arguments))
 
@@ -208,18 +212,18 @@ class OwnTrial(Trial):
             )
 
     def _run_on_framework(self, output_dir: str) -> None:
-        """Run the script with the candidate's settings applied to its framework."""
+        """Run the script with the candidate's settings applied to its framework, perhaps with fewer micro-steps."""
         source, candidate = self._source, self._candidate
-        takes = () if self._is_unmodified else source.interface.searched
-        run = accumulation = candidate.gradient_accumulation_steps
-        if "accumulation" in takes:
-            run = micro_steps_to_run(candidate, self._effort)
-        if run == accumulation:
+        searched = () if self._is_unmodified else source.interface.searched
+        micro_steps = accumulation = candidate.gradient_accumulation_steps
+        if "accumulation" in searched:
+            micro_steps = micro_steps_to_run(candidate, self._effort)
+        if micro_steps == accumulation:
             self._run_all_micro_steps()
-        batch = candidate.per_device_train_batch_size if "batch" in takes else None
-        self._overlay_loader(batch, accumulation=run)
-        steps = self._loop_steps(run)
-        changes = Changes.of(source, candidate, takes, run, epoch_batches=self._epoch_batches)
+        batch_size = candidate.per_device_train_batch_size if "batch" in searched else None
+        self._overlay_loader(batch_size, accumulation=micro_steps)
+        steps = self._loop_steps(micro_steps)
+        changes = Changes.of(source, candidate, searched, micro_steps, epoch_batches=self._epoch_batches)
         set_options(changes.options)
         on_cpu, key = self._device_kind == "cpu", source.interface.loader_key
         OVERLAYS[source.framework](changes, Observer(output_dir, on_cpu=on_cpu, steps=steps, loader_key=key)).install()
@@ -228,16 +232,15 @@ class OwnTrial(Trial):
     def _run_with_placeholders(self, output_dir: str) -> None:
         """Run the script with placeholders filled by the candidate's values, or with its own defaults."""
         source, interface = self._source, self._source.interface
-        template = source.template
         self._run_all_micro_steps()
-        words, variables = template.own_words() or (), dict[str, str]()
+        words, variables = source.template.own_words() or (), dict[str, str]()
         if not self._is_unmodified:
-            words, variables = template.fill(self._candidate, os.path.join(self._scratch.path, "filled"))
+            words, variables = source.template.fill(self._candidate, os.path.join(self._scratch.path, "filled"))
         set_variables(source.variables, variables)
         self._checks.watch.watch_checkpoints()
         self._checks.watch.watch_updates_by_hand()
         self._warm_up_loading(interface.loader_workers, interface.loader_prefetch)
-        self._timer = self._make_timer(self._enough)
+        self._timer = self._make_timer(self._end_measured)
         steps = PlaceholderSteps(
             source.name,
             self._candidate,
@@ -249,12 +252,12 @@ class OwnTrial(Trial):
         )
         self._steps = self._checks.watch.listener = steps
         run_script(dataclasses.replace(source, argv=words), output_dir)
-        # One such step may be the short last step of an epoch.
+        # The script ended before enough was measured. One deviating step may be the short last step of an epoch.
         if steps.deviations > 1:
             raise UserCodeError(steps.deviation)
 
     def _check_numerics(self) -> None:
-        """End the trial where the script computes in another precision than requested, or checkpoints unasked."""
+        """Refuse the trial where the script computes in another precision than requested, or checkpoints unasked."""
         if self._is_unmodified:
             return
         searched, arm, watch = self._source.interface.searched, self._candidate.arm, self._checks.watch
@@ -265,22 +268,21 @@ class OwnTrial(Trial):
         if "checkpointing" in searched and watch.checkpoints and not arm.gradient_checkpointing:
             self._refuse(UserCodeError(f"{name} recomputes activations, and was told not to"))
 
-    # Their steps
-
     def _run_all_micro_steps(self) -> None:
         """Run every micro-step of a step, for a training that cannot skip any."""
         self._effort = dataclasses.replace(self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps)
 
-    def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Have the training loader made with ``batch``, the candidate's workers, and samples from all of the epoch.
+    def _overlay_loader(self, batch_size: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
+        """Have the training loader made with ``batch_size``, the candidate's workers, and samples of the whole epoch.
 
-        ``None`` leaves the script's own batch size.
+        ``None`` leaves the script's own batch size. See ``LoaderOverlay`` for ``least_batches``.
         """
         arm, key = self._candidate.arm, self._source.interface.loader_key
+        # 0 leaves the script's own workers.
         workers = 0 if self._is_unmodified else arm.dataloader_num_workers
         LoaderOverlay(
             key,
-            batch,
+            batch_size,
             workers,
             arm.dataloader_prefetch_factor,
             least_batches=least_batches,
@@ -289,16 +291,17 @@ class OwnTrial(Trial):
         ).install()
 
     def _loop_steps(self, accumulation: int | None, on_loader: Callable[[Any], None] = lambda _: None) -> LoopSteps:
-        """Return the object that divides the loop into steps and times them."""
+        """Return the object that divides the loop into steps of ``accumulation`` micro-steps, and has them timed."""
         arm, interface = self._candidate.arm, self._source.interface
         self._warm_up_loading(
             arm.dataloader_num_workers or interface.loader_workers,
             arm.dataloader_prefetch_factor if arm.dataloader_num_workers else interface.loader_prefetch,
         )
+        # How long the loop would train is unknown: the speed is estimated for one epoch.
         samples = interface.samples
-        of_epoch = max(1, samples // self._candidate.samples_per_step) if samples is not None else None
-        run = planned_run(interface.lengths, self._candidate, of_epoch, 1.0 if of_epoch else None)
-        timer = self._timer = self._make_timer(self._enough, run=run)
+        epoch_steps = max(1, samples // self._candidate.samples_per_step) if samples is not None else None
+        run = planned_run(interface.lengths, self._candidate, epoch_steps, 1.0 if epoch_steps else None)
+        timer = self._timer = self._make_timer(self._end_measured, run=run)
         if not self._is_unmodified and "precision" in interface.searched:
             self._checks.precision = self._device_kind, arm.precision
 
@@ -317,31 +320,30 @@ class OwnTrial(Trial):
     def _begins(self) -> None:
         """Allow the code to train, and measure it from now on."""
         self._guard.lift()
-        takes, precision = self._source.interface.searched, self._candidate.arm.precision
-        is_set = not self._is_unmodified and not self._is_told_by_words and "precision" in takes
+        searched, precision = self._source.interface.searched, self._candidate.arm.precision
+        is_set = not self._is_unmodified and not self._has_placeholders and "precision" in searched
         if is_set and precision in ("fp32", "tf32"):
             # This overrides what the code has set.
             torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
         self._phases.enter("train")
         self._meter.reset_peaks()
 
-    def _enough(self, measured: Measurement) -> NoReturn:
-        """End the process with a finished measurement."""
-        self._end(self._judged_measurement(measured))
-
-    def _judged_measurement(self, measured: Measurement) -> Completed | Failed:
-        """Return the outcome of a measurement; a failure where the loss is not finite."""
+    def _end_measured(self, measured: Measurement) -> NoReturn:
+        """End the process with a finished measurement, or with a failure where the last loss is not finite."""
         last = self._steps.loss if self._steps is not None else None
         loss = None if last is None else float(last.float().mean())
         if (problem := problem_of_loss(loss)) is not None:
-            return Failed("non_finite", problem, during="train")
-        return self._completed(measured, loss)
+            self._end(Failed("non_finite", problem, during="train"))
+        self._end(self._completed(measured, loss))
 
 
 def planned_run(
     lengths: SampleLengths | None, candidate: Candidate, steps: int | None, epochs: float | None
 ) -> PlannedRun:
-    """Return the planned run of optimizer steps, with its batch shapes where sample lengths are known."""
+    """Return a record of the training whose speed a trial estimates: its steps, and its batches' shapes and tokens.
+
+    Shapes and tokens are computed where sample lengths are known. ``steps`` and ``epochs`` are ``None`` if unknown.
+    """
     if lengths is None or not lengths.counts:
         return PlannedRun(steps, epochs)
     arm, ranks = candidate.arm, candidate.arm.data_parallel
@@ -352,7 +354,7 @@ def planned_run(
         batching = dataclasses.replace(batching, padding="rows", multiple=1)
     if arm.length_multiple is not None:
         batching = dataclasses.replace(batching, multiple=math.lcm(batching.multiple, arm.length_multiple))
-    shapes, of_epoch = shapes_of(lengths, batching, steps), shapes_of(lengths, batching)
+    shapes, epoch_shapes = shapes_of(lengths, batching, steps), shapes_of(lengths, batching)
     tokens = shapes.mean_tokens * candidate.gradient_accumulation_steps
     varies = lengths.vary and batching.padding != "max_length"
     long_samples = lengths.long_in_row(batching.batch, shapes.longest_tokens) if batching.padding == "rows" else 1
@@ -360,7 +362,7 @@ def planned_run(
         shapes.steps,
         epochs,
         new_shapes=shapes.new,
-        epoch_shapes=min(shapes.new, of_epoch.new),
+        epoch_shapes=min(shapes.new, epoch_shapes.new),
         new_in_steps=shapes.new_in_steps,
         step_tokens=tokens,
         varies=varies,
@@ -369,7 +371,7 @@ def planned_run(
 
 
 def note_cache_files(list_file: str) -> None:
-    """Write the names of new cache files of ``datasets`` to a list, for removal after the trial.
+    """Write the names of cache files that ``datasets`` creates from now on to a list, for removal after the trial.
 
     Preprocessing with a function that depends on a script's arguments makes other files for each candidate, which are
     never read again.

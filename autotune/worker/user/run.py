@@ -1,4 +1,4 @@
-"""Run a trial, a look or an inspection of the user's own code, by the kind of training that it is.
+"""Run a trial, a look (at the first step), a rehearsal or an inspection of the user's code, by its kind of training.
 
 Of a loop nothing is known but what torch tells: outermost calls of modules, the tensors that backward passes begin
 from, and the first step of an optimizer after one.
@@ -42,7 +42,7 @@ from autotune.worker.wrapping import around
 
 
 class Look(OwnTrial):
-    """A trial that ends with its first step, reports that step, and measures nothing."""
+    """A trial that ends with its first step and reports its loss and gradients, by which trainings are compared."""
 
     def __init__(self, workload: Workload, look: LookWork, *args: Any) -> None:
         (candidate,) = look.candidates
@@ -57,35 +57,29 @@ class Look(OwnTrial):
         self._finish(Problem(why))
 
 
-# A Trainer
-
-# Fields set beside batch and accumulation where the user's own settings stay: no 16-bit precision, no compiler.
-_IN_FLOAT32: Document = {
-    "bf16": False,
-    "fp16": False,
-    "torch_compile": False,
-    "torch_compile_backend": None,
-    "torch_compile_mode": None,
-}
-
-
 class TrainerLook(Look, TrainerTrial):
     """A look at the first step of the user's own ``Trainer``."""
 
     @property
     def _wanted(self) -> Document:
-        """The fields of ``TrainingArguments`` to set; for the user's own settings: batch, accumulation, float32."""
+        """The fields of ``TrainingArguments`` to set.
+
+        For a look at the user's own settings: batch, accumulation, no 16-bit precision, no compiler.
+        """
         if not self._is_unmodified:
             return super()._wanted
-        candidate = self._candidate
         return {
-            "per_device_train_batch_size": candidate.per_device_train_batch_size,
-            "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
-            **_IN_FLOAT32,
+            "per_device_train_batch_size": self._candidate.per_device_train_batch_size,
+            "gradient_accumulation_steps": self._candidate.gradient_accumulation_steps,
+            "bf16": False,
+            "fp16": False,
+            "torch_compile": False,
+            "torch_compile_backend": None,
+            "torch_compile_mode": None,
         }
 
     def _check(self, trainer: Any) -> None:
-        """Raise an error where the training generates its samples, or sees more than one GPU."""
+        """Raise an error where the training generates its samples (``UserCodeError``), or sees several GPUs."""
         if generates(trainer.args):
             raise UserCodeError("what it trains on is generated anew in each run")
         if trainer.args.n_gpu > 1:
@@ -105,15 +99,12 @@ class TrainerLook(Look, TrainerTrial):
         )
 
 
-# A loop
-
-
 class LoopLook(Look):
     """A look at the first update of a loop."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # What is computed is the same without a compiler, which would take its time.
+        # The step computes the same without a compiler, which would take time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
     def _make_checks(self) -> StepChecks:
@@ -123,25 +114,32 @@ class LoopLook(Look):
         return super()._make_checks()
 
     def _report(self, step: FirstStep) -> NoReturn:
-        """Report the first step, with the roundoff of all dtypes seen, or the problem of unexpected backward passes."""
+        """Report the first step, or a problem where it has another number of backward passes than expected.
+
+        Its roundoff, by which differences are judged, is that of the least precise dtype that was computed in.
+        """
         # A script with placeholders may make several backward passes of each micro-step.
         how = self._source.interface.steps
         asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps
         if step.micro_steps != asked:
             self._finish(Problem(f"its first update comes after {step.micro_steps} backward passes, not {asked}"))
-        dtypes = {dtype for _, dtype in self._checks.watch.autocasts} | self._checks.watch.inner_dtypes
-        computed = [torch.finfo(found).eps / 2 for name in dtypes if (found := getattr(torch, name)).is_floating_point]
-        self._finish(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *computed])),)))
+        names = {dtype for _, dtype in self._checks.watch.autocasts} | self._checks.watch.inner_dtypes
+        roundoffs = [torch.finfo(dtype).eps / 2 for name in names if (dtype := getattr(torch, name)).is_floating_point]
+        self._finish(LookAnswer((dataclasses.replace(step, roundoff=max([step.roundoff, *roundoffs])),)))
 
 
 class _FirstStep:
-    """Records losses and inputs of a training from now on up to its first update, and ends the process there."""
+    """Sums losses and inputs of a training from now on up to its first update, and then calls ``finish`` with the step.
+
+    ``finish`` ends the process.
+    """
 
     def __init__(self, samples: int, finish: Callable[[FirstStep], NoReturn]) -> None:
         self._samples, self._finish = samples, finish
-        self._depth = self._passes = 0
-        self._loss = self._batch = 0.0
+        self._call_depth = self._passes = 0
+        self._loss_sum = self._input_sum = 0.0
         self._models: dict[int, torch.nn.Module] = {}
+        """The outermost models so far, by their ids."""
         modules.register_module_forward_pre_hook(self._begin_call)
         modules.register_module_forward_hook(self._end_call, with_kwargs=True, always_call=True)
         around(torch.autograd, "backward", self._backward)
@@ -149,34 +147,34 @@ class _FirstStep:
 
     def _begin_call(self, called: torch.nn.Module, _: Any) -> None:
         """Turn off dropout in a model at its first call."""
-        if self._depth == 0 and id(called) not in self._models and next(called.parameters(), None) is not None:
-            # The reference keeps other objects from getting the same id.
+        if self._call_depth == 0 and id(called) not in self._models and next(called.parameters(), None) is not None:
+            # Since it is kept, no other object gets the same id.
             self._models[id(called)] = called
             turn_off_dropout(called)
-        self._depth += 1
+        self._call_depth += 1
 
     def _end_call(self, called: Any, given: Any, named: Any, _: Any) -> None:
         """Add the inputs of an outermost model call to the sum that identifies the batch."""
-        self._depth -= 1
-        if self._depth == 0 and torch.is_grad_enabled() and id(called) in self._models:
+        self._call_depth -= 1
+        if self._call_depth == 0 and torch.is_grad_enabled() and id(called) in self._models:
             arrays = (array for array in arrays_in((given, named)) if isinstance(array, torch.Tensor))
-            self._batch += sum(float(array.detach().double().sum()) for array in arrays)
+            self._input_sum += sum(float(array.detach().double().sum()) for array in arrays)
 
     def _backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Count a backward pass, and add its loss."""
         tensors = args[0] if args else kwargs.get("tensors")
-        self._loss += sum(float(tensor.detach().double().sum()) for tensor in arrays_in(tensors))
+        self._loss_sum += sum(float(tensor.detach().double().sum()) for tensor in arrays_in(tensors))
         self._passes += 1
         return backward(*args, **kwargs)
 
     def _update(self, *_: Any) -> None:
         """Report the first step before its update. Ignore updates before any backward pass."""
-        named = itertools.chain.from_iterable(
-            ((f"{at}.{name}", each) for name, each in model.named_parameters())
-            for at, model in enumerate(self._models.values())
+        parameters = itertools.chain.from_iterable(
+            ((f"{number}.{name}", parameter) for name, parameter in model.named_parameters())
+            for number, model in enumerate(self._models.values())
         )
         if self._passes:
-            self._finish(step_of(named, self._loss, self._samples, self._passes, batch=self._batch))
+            self._finish(step_of(parameters, self._loss_sum, self._samples, self._passes, batch=self._input_sum))
 
 
 def run_own(
@@ -211,6 +209,7 @@ def run_own(
         case TrialWork():
             trial = TrainerTrial if is_trainer else OwnTrial
             trial(workload, work, scratch, send, finish, ranks).run_and_end()
+    # All of these end the process: the work is an inspection.
     code = Code(source, work, scratch)
     if source.kind == "loop":
         inspect_loop(code, finish_inspection)
