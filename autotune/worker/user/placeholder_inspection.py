@@ -79,7 +79,7 @@ class _ScriptInspector:
         Raises ``UserCodeError`` where it does not obey its placeholders.
         """
         try:
-            return self._model(_BATCHES)
+            return self._compare_runs(_BATCHES)
         except _RejectedError as error:
             if "batch" not in self._template.names:
                 raise
@@ -88,46 +88,49 @@ class _ScriptInspector:
             try:
                 self._run_with(values)
             except UserCodeError:
+                # It rejects something else than the batch.
                 raise error from None
-            return self._model(_LARGER_BATCHES)
+            return self._compare_runs(_LARGER_BATCHES)
 
-    def _model(self, batches: tuple[int, int]) -> ModelFacts:
-        """Run the script with all sets of values, compare the runs, and return the facts."""
-        # Without {batch}, the two are filled with the batch that it has by itself.
+    def _compare_runs(self, batches: tuple[int, int]) -> ModelFacts:
+        """Run the script with two sets of values and with its defaults, compare the runs, and return the facts."""
+        # Without {batch}, both sets have the batch of the script's own run, which must come first.
         has_batch = "batch" in self._template.names
-        own = None if has_batch else self._run_with_defaults(_LEAST_PATIENCE_SECONDS)
-        values, other_values = self._two_value_sets(batches, own)
+        own_run = None if has_batch else self._run_with_defaults(_LEAST_PATIENCE_SECONDS)
+        values, other_values = self._two_value_sets(batches, own_run)
         if self._template.asks_sample_tokens:
             self._template = dataclasses.replace(self._template, sample_tokens=self._tokens_of_sample(values))
-        began = time.monotonic()
+        began_at = time.monotonic()
         first = self._run_with(values)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - began_at
         second = self._run_with(other_values)
         # Checked before the run with the defaults, which may be large and take long.
         site = self._check(first, second)
         if has_batch:
-            own = self._run_with_defaults(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
-        return self._facts(own, site, first, second)
+            own_run = self._run_with_defaults(max(_LEAST_PATIENCE_SECONDS, _PATIENCE * seconds))
+        return self._facts(own_run, site, first, second)
 
-    def _two_value_sets(self, batches: tuple[int, int], own: ScriptRun | None) -> tuple[Candidate, Candidate]:
-        """Return two sets of values with the same samples in a step.
+    def _two_value_sets(self, batches: tuple[int, int], own_run: ScriptRun | None) -> tuple[Candidate, Candidate]:
+        """Return two sets of values with the same samples in a step, and with the two ``batches``.
 
         They differ in every value, save the batch without a ``{batch}`` and the precision where there is just one.
         """
-        precisions = self._template.precisions or ("fp32", "bf16")
-        if own is not None and "batch" not in self._template.names:
-            _, rows = _first_dimension(own)
+        if own_run is not None and "batch" not in self._template.names:
+            _, rows = _first_dimension(own_run)
             batches = (rows, rows)
-        accumulations = (2, 4)
-        one, *others = precisions
-        two = next((name for name in ("bf16", "fp16", "tf32") if name in others), one)
+        precision, *others = self._template.precisions or ("fp32", "bf16")
+        other = next((name for name in ("bf16", "fp16", "tf32") if name in others), precision)
         return (
-            Candidate(Arm(one), batches[0], accumulations[0]),
-            Candidate(Arm(two, gradient_checkpointing=True), batches[1], accumulations[1]),
+            Candidate(Arm(precision), batches[0], 2),
+            Candidate(Arm(other, gradient_checkpointing=True), batches[1], 4),
         )
 
     def _tokens_of_sample(self, values: Candidate) -> int:
-        """Return the number of tokens in a sample, for a placeholder with the effective batch in tokens."""
+        """Return the number of tokens in a sample, for a placeholder with the effective batch in tokens.
+
+        It is the size of a row in the first model input with a row for each sample of the batch. Raises
+        ``UserCodeError`` without such an input.
+        """
         seen = self._run_with(values, to_first_call=True)
         for _, shapes in seen.calls:
             for place, shape in shapes.items():
@@ -153,34 +156,34 @@ class _ScriptInspector:
     def _run_with(self, values: Candidate, *, to_first_call: bool = False) -> ScriptRun:
         """Run the script with these values in a fork, until its second step or only until the first call of a model.
 
-        Raises ``UserCodeError`` where it does not train with them.
+        Raises ``UserCodeError`` where it does not train with them; ``_RejectedError`` if it may reject the values.
         """
         pair = values.per_device_train_batch_size, values.gradient_accumulation_steps
         words, variables = self._template.fill(values, os.path.join(self._scratch.path, f"filled-{pair[0]}-{pair[1]}"))
-        # Messages name the original words: the copies of configuration files are gone when a message is read.
-        said = self._template.fill_words(self._template.words, values)
+        # The filled words name copies of configuration files, which are gone when a message is read.
+        shown_words = self._template.fill_words(self._template.words, values)
         seen = in_fork(
-            ScriptRun, lambda send: self._run_here(words, variables, send, said, to_first_call=to_first_call)
+            ScriptRun, lambda send: self._run_here(words, variables, send, shown_words, to_first_call=to_first_call)
         )
         if seen.problem is not None:
             kind = _RejectedError if seen.is_rejected else UserCodeError
             raise kind(seen.problem.message, seen.problem.hint)
-        return dataclasses.replace(seen, told=values)
+        return dataclasses.replace(seen, values=values)
 
     def _run_here(
         self,
         words: tuple[str, ...],
         variables: dict[str, str],
         send: Callable[[ScriptRun], NoReturn],
-        said: tuple[str, ...],
+        shown_words: tuple[str, ...],
         *,
         to_first_call: bool = False,
     ) -> NoReturn:
         """Run the script in this process until its second step, or only until the first call of a model.
 
-        ``said`` are the script's words for messages.
+        ``send`` sends the record of the run and ends the process. ``shown_words`` stand for ``words`` in messages.
         """
-        # What is looked at is the same without a compiler, which would take its time.
+        # Steps and shapes are the same without a compiler, which would take time.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
         source = self._source
         log_start = log_size()
@@ -190,7 +193,7 @@ class _ScriptInspector:
                 error = exit_error(source, error, log_start)
             problem = problem_of(error, source)
             if not isinstance(error, UserCodeError) or not error.hint:
-                problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(said)[:300]}")
+                problem = dataclasses.replace(problem, hint=f"it was started with: {shlex.join(shown_words)[:300]}")
             is_rejected = isinstance(error, AssertionError | ValueError)
             send(ScriptRun(problem=problem, is_rejected=is_rejected))
 
@@ -214,8 +217,11 @@ class _ScriptInspector:
             fail(error)
 
     def _check(self, first: ScriptRun, second: ScriptRun) -> Site | None:
-        """Return where samples enter the model, if known. Raises ``UserCodeError`` where the script did not obey."""
-        batch, other_batch = first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
+        """Check that both runs obeyed the placeholders; return where samples enter the model, ``None`` if unknown.
+
+        Raises ``UserCodeError`` where the script ignores a placeholder.
+        """
+        batch, other_batch = first.values.per_device_train_batch_size, second.values.per_device_train_batch_size
         names, source = self._template.names, self._source
         site = None
         if batch != other_batch:
@@ -230,8 +236,8 @@ class _ScriptInspector:
             totals = [f"{{{name}}}" for name in _TOTALS if name in names]
             raise UserCodeError(
                 f"{source.name} ignores {' and '.join(totals)}: it made {first.passes} and {second.passes} backward "
-                f"passes for a step of its optimizer, told to make {first.told.gradient_accumulation_steps} and "
-                f"{second.told.gradient_accumulation_steps}",
+                f"passes for a step of its optimizer, told to make {first.values.gradient_accumulation_steps} and "
+                f"{second.values.gradient_accumulation_steps}",
                 "put {accumulation} where the script takes the micro-steps of a step; where it raises them over its "
                 "first steps, have it begin with all of them",
             )
@@ -244,48 +250,53 @@ class _ScriptInspector:
         return not self._template.names.isdisjoint(_TOTALS)
 
     def _how_it_steps(self, site: Site | None, first: ScriptRun, second: ScriptRun) -> tuple[HowItSteps, Fixed]:
-        """Return how the script makes its steps, and which of batch, accumulation and their product are its own."""
-        accumulation = first.told.gradient_accumulation_steps
+        """Return how the script makes its steps, and which of batch, accumulation and their product it fixes itself.
+
+        ``passes`` are the backward passes of each micro-step, ``passes_once`` further ones of each step.
+        """
+        accumulation = first.values.gradient_accumulation_steps
         consistent, fixed = _passes(first, second), Fixed()
         if self._has_total_placeholder and consistent is not None:
-            passes, once = consistent
+            passes, passes_once = consistent
         else:
-            # Half the batch takes twice the passes where the samples of a step are always as many.
+            # No placeholder sets the accumulation. A script that fixes the samples of a step makes more passes in the
+            # second run, with half the batch: as many more as the first run's micro-steps had.
             more = second.passes - first.passes
             has_total = 0 < more <= first.passes
-            once = first.passes - more if has_total else 0
+            passes_once = first.passes - more if has_total else 0
             # Of several optimizers in turn, each has its own backward passes.
-            accumulation = min((count for _, count in first.cycle if count), default=1 + once) - once
+            accumulation = min((count for _, count in first.cycle if count), default=1 + passes_once) - passes_once
             if site is not None and site.calls:
                 # Some of the backward passes may be of parts of a loss.
                 accumulation = math.gcd(accumulation, _count_calls(first, site))
-            total = first.told.per_device_train_batch_size * accumulation
+            total = first.values.per_device_train_batch_size * accumulation
             fixed = Fixed(effective_batch=total) if has_total else Fixed(accumulation=accumulation)
-            passes = max(1, (first.passes - once) // accumulation)
+            passes = max(1, (first.passes - passes_once) // accumulation)
         if site is None:
             site, batch = _first_dimension(first)
             fixed = dataclasses.replace(fixed, batch=batch)
         if site is not None:
             calls = _count_calls(first, site) // accumulation
+            # A site with 0 calls has the rows of a backward pass, however many calls there are.
             site = dataclasses.replace(site, calls=calls if site.calls else passes)
-        return HowItSteps(first.anchor, passes, once, site), fixed
+        return HowItSteps(first.anchor, passes, passes_once, site), fixed
 
-    def _facts(self, own: ScriptRun | None, site: Site | None, first: ScriptRun, second: ScriptRun) -> ModelFacts:
-        """Return the facts derived from all runs; ``own`` is that with the script's defaults, if there is one."""
+    def _facts(self, own_run: ScriptRun | None, site: Site | None, first: ScriptRun, second: ScriptRun) -> ModelFacts:
+        """Return the facts derived from all runs; ``own_run`` is that with the script's defaults, if there is one."""
         names = self._template.names
         how, fixed = self._how_it_steps(site, first, second)
-        takes = {
+        is_searched = {
             "batch": fixed.batch is None,
             "accumulation": fixed.accumulation is None,
             "precision": "precision" in names,
             "checkpointing": "checkpointing" in names,
         }
         assert first.facts is not None
-        # A loader whose batch is the one that was told gives samples one for one.
+        # A loader whose batch size is the {batch} counts the samples that are trained on.
         loads_samples = "batch" in names and all(
-            each.loader_batch == each.told.per_device_train_batch_size for each in (first, second)
+            run.loader_batch == run.values.per_device_train_batch_size for run in (first, second)
         )
-        always = first.checkpoints if own is None else own.checkpoints
+        always = first.checkpoints if own_run is None else own_run.checkpoints
         return dataclasses.replace(
             first.facts,
             gradient_checkpointing="checkpointing" in names or always,
@@ -293,7 +304,7 @@ class _ScriptInspector:
             samples=first.loader_samples if loads_samples else None,
             interface=CodeInterface(
                 "placeholders",
-                tuple(what for what, can in takes.items() if can),
+                tuple(setting for setting, can in is_searched.items() if can),
                 fixed=fixed,
                 precisions=self._template.precisions or (),
                 casts_weights="precision" in names and first.weights_dtype != second.weights_dtype,
@@ -303,16 +314,16 @@ class _ScriptInspector:
                 loader_workers=first.loader_workers,
                 loader_prefetch=first.loader_prefetch,
                 tunes_loader=False,
-                has_own_settings=own is not None,
+                has_own_settings=own_run is not None,
             ),
-            own=_own_settings(own, how) if own is not None else None,
+            own=_own_settings(own_run, how) if own_run is not None else None,
         )
 
     def _check_numerics(self, first: ScriptRun, second: ScriptRun) -> None:
         """Raise ``UserCodeError`` where the script ignores a placeholder of precision or checkpointing."""
         names, name = self._template.names, self._source.name
         for seen in (first, second):
-            arm = seen.told.arm
+            arm = seen.values.arm
             if "precision" in names and not seen.computes_in(arm.precision):
                 raise UserCodeError(
                     f"{name} ignores {{precision}}: told {arm.precision}, it trained with {seen.describe_numerics()}",
@@ -326,23 +337,26 @@ class _ScriptInspector:
                 )
 
 
-def _own_settings(own: ScriptRun, how: HowItSteps) -> OwnSettings:
-    """Return the settings that the script trains with by itself."""
-    micro_steps = max(1, (own.passes - how.passes_once) // how.passes)
+def _own_settings(own_run: ScriptRun, how: HowItSteps) -> OwnSettings:
+    """Return the settings that the script trains with by itself, from the passes and samples of its own run."""
+    micro_steps = max(1, (own_run.passes - how.passes_once) // how.passes)
     site, batch = how.site, 0
     if site is not None:
-        rows = sum(site.rows(model, shapes) for model, shapes in own.calls)
+        rows = sum(site.rows(model, shapes) for model, shapes in own_run.calls)
         batch = rows // (site.factor * max(1, site.calls) * micro_steps)
-    return OwnSettings(Arm(own.precision, own.checkpoints, optim=OWN_OPTIM), batch or None, micro_steps)
+    return OwnSettings(Arm(own_run.precision, own_run.checkpoints, optim=OWN_OPTIM), batch or None, micro_steps)
 
 
 def _passes(first: ScriptRun, second: ScriptRun) -> tuple[int, int] | None:
-    """Return the backward passes of a micro-step, and further passes of a step; ``None`` for no consistent numbers."""
-    accumulation = first.told.gradient_accumulation_steps
-    more_micro_steps = second.told.gradient_accumulation_steps - accumulation
-    each, rest = divmod(second.passes - first.passes, more_micro_steps)
-    once = first.passes - each * accumulation
-    return (each, once) if each >= 1 and not rest and once >= 0 else None
+    """Return the backward passes of a micro-step, and further passes of a step; ``None`` for no consistent numbers.
+
+    These are consistent if both runs had a step of (accumulation × the first + the second) passes.
+    """
+    accumulation = first.values.gradient_accumulation_steps
+    more_micro_steps = second.values.gradient_accumulation_steps - accumulation
+    passes, rest = divmod(second.passes - first.passes, more_micro_steps)
+    once = first.passes - passes * accumulation
+    return (passes, once) if passes >= 1 and not rest and once >= 0 else None
 
 
 Place = tuple[str, str, int]
@@ -356,11 +370,11 @@ def _site(first: ScriptRun, second: ScriptRun) -> Site | None:
     samples. Where no single call has such a size, the sums over the calls of a backward pass are compared, for models
     that are called for each sample, or for parts of a fixed size. Such a site has 0 calls, since their number varies.
     """
-    batch, other_batch = first.told.per_device_train_batch_size, second.told.per_device_train_batch_size
-    last = {model: at for at, (model, _) in enumerate(first.calls)}
+    batch, other_batch = first.values.per_device_train_batch_size, second.values.per_device_train_batch_size
+    last_call = {model: at for at, (model, _) in enumerate(first.calls)}
     ways: tuple[tuple[Callable[[ScriptRun], Mapping[Place, float]], int], ...] = ((_sizes, 1), (_rows_of_pass, 0))
-    for measured, calls in ways:
-        sizes, other_sizes = measured(first), measured(second)
+    for sizes_of, calls in ways:
+        sizes, other_sizes = sizes_of(first), sizes_of(second)
         sites = [
             Site(*place, factor=factor, calls=calls)
             for place, size in sizes.items()
@@ -368,7 +382,7 @@ def _site(first: ScriptRun, second: ScriptRun) -> Site | None:
             and (size, other_sizes.get(place)) == (factor * batch, factor * other_batch)
         ]
         if sites:
-            return min(sites, key=lambda site: (site.factor, -last[site.model]))
+            return min(sites, key=lambda site: (site.factor, -last_call[site.model]))
     return None
 
 
@@ -391,9 +405,9 @@ def _sizes(seen: ScriptRun) -> dict[Place, int]:
 
 
 def _first_dimension(seen: ScriptRun) -> tuple[Site | None, int]:
-    """Return the first dimension of the first model input, and its usual size, which mostly is the batch.
+    """Return the first dimension of the first model input, and its usual size; ``None`` and 1 without inputs.
 
-    ``None`` and 1 without inputs.
+    In most scripts the size is the batch.
     """
     return next(((Site(*place), size) for place, size in _sizes(seen).items() if place[2] == 0), (None, 1))
 

@@ -34,11 +34,15 @@ from autotune.worker.wrapping import after
 _MOST_DEVIATIONS = 3
 # The same limit once a step was as requested; also the limit on backward passes before a step, as a multiple of those
 # of a step. A choice.
-_MOST_LATER = 40
+_MOST_LATER_DEVIATIONS = 40
 
 
 class PlaceholderSteps(StepMarks):
-    """Divides a script's training into whole steps, and has the timer count those that are as requested."""
+    """Divides a script's training into whole steps, and has the timer count those that are as requested.
+
+    Their backward passes are counted, and the rows (samples, or tokens of samples) that enter a model at the ``Site``
+    that the inspection found.
+    """
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class PlaceholderSteps(StepMarks):
         self._wanted_passes = how.passes_once + how.passes * accumulation
         batch = candidate.per_device_train_batch_size
         self._wanted_rows = site.factor * site.calls * batch * accumulation if site is not None else 0
-        self._is_told_passes = "accumulation" in interface.searched or not self._wanted_rows
+        self._must_match_passes = "accumulation" in interface.searched or not self._wanted_rows
         """Whether a step must have exactly the requested backward passes; else its samples alone are compared."""
         self._may_skip = candidate.arm.precision == "fp16"
         self._optimizers: list[Any] = []
@@ -83,7 +87,7 @@ class PlaceholderSteps(StepMarks):
             self._begin()
 
     def call_ends(self, called: Any, shapes: ShapesByPlace, *, trains: bool) -> None:
-        """Count the samples that entered the model."""
+        """Count the rows that entered the model in a call that computes gradients."""
         if trains and self._how.site is not None:
             self._rows += self._how.site.rows(self._models.name(called), shapes)
 
@@ -97,54 +101,58 @@ class PlaceholderSteps(StepMarks):
             self._timer.step_begins()
 
     def backward_begins(self, tensors: Any) -> None:
-        """Record the loss, and discard the marks of optimizer steps before this backward pass."""
+        """Record the loss, and discard the marks of optimizers that stepped before this backward pass."""
         self._begin()
         self._marks = None
         super().backward_begins(tensors)
 
     def backward_ends(self) -> None:
-        """Count the pass. Mark the end of a micro-step but the last; refuse too many passes without a step."""
+        """Count the pass, and report the end of a micro-step that is not the step's last.
+
+        Refuses the trial after too many passes without a step of an optimizer.
+        """
         self._passes += 1
         passes = self._passes - self._how.passes_once
         if passes > 0 and passes % self._how.passes == 0 and self._passes < self._wanted_passes:
             self._timer.micro_step_ends()
-        most = self._wanted_passes if self._is_told_passes else max(self._wanted_passes, self._wanted_rows)
-        if self._passes > _MOST_LATER * most:
+        # A step whose samples alone count may have a pass for each row.
+        expected = self._wanted_passes if self._must_match_passes else max(self._wanted_passes, self._wanted_rows)
+        if self._passes > _MOST_LATER_DEVIATIONS * expected:
             self._refuse(f"{self._name} made {self._passes} backward passes without a step of its optimizer")
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Mark the end of the update; the anchor optimizer ends the step."""
+        """Mark the end of the update. The step ends with the last optimizer of its cycle, the anchor."""
         if optimizer not in self._optimizers:
             self._optimizers.append(optimizer)
         mark = self._timer.mark()
-        # Where its closure made the backward pass, nothing tells what of the step was its own.
-        pass_ends = mark if self._marks is None else self._marks[0]
-        self._marks = pass_ends, mark
+        # Where the optimizer's closure made the backward pass, the times of pass and update cannot be told apart.
+        passes_end = mark if self._marks is None else self._marks[0]
+        self._marks = passes_end, mark
         if self._has_begun and self._optimizers.index(optimizer) == self._how.anchor:
             self._end_step()
 
     def _end_step(self) -> None:
-        """Report a step with the requested passes and samples, and drop any other.
+        """Report a step with the requested passes and samples, and drop a deviating one.
 
-        Refuse the trial after too many others in a row.
+        Refuses the trial after too many deviating steps in a row.
         """
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
         self._marks = None
         self._passes = self._rows = 0
         wait_seconds = self._loading.take()
-        if rows == self._wanted_rows and (passes == self._wanted_passes or not self._is_told_passes):
+        if rows == self._wanted_rows and (passes == self._wanted_passes or not self._must_match_passes):
             self._on_step()
             self._whole_steps += 1
             self.deviations = 0
             self._timer.step_ends(marks, wait_seconds)
         else:
             # A gradient scaler may leave steps out, whose backward passes then come with those of the next.
-            are_several = passes > self._wanted_passes and passes % self._wanted_passes == 0
-            if not (self._may_skip and are_several):
+            has_skipped_steps = passes > self._wanted_passes and passes % self._wanted_passes == 0
+            if not (self._may_skip and has_skipped_steps):
                 self.deviations += 1
                 self.deviation = self._describe_deviation(passes, rows)
-                if self.deviations > (_MOST_LATER if self._whole_steps else _MOST_DEVIATIONS):
+                if self.deviations > (_MOST_LATER_DEVIATIONS if self._whole_steps else _MOST_DEVIATIONS):
                     self._refuse(self.deviation)
             self._timer.step_is_dropped()
         self._timer.step_begins()
@@ -166,18 +174,21 @@ class PlaceholderSteps(StepMarks):
 
 
 def set_variables(named: tuple[tuple[str, str], ...], values: dict[str, str]) -> None:
-    """Set a command line's environment variables in this process; remove those with unfilled placeholders."""
-    for name, said in named:
+    """Set the environment variables of a command line (``named``) to their filled ``values`` in this process.
+
+    A variable whose placeholder is not filled is removed.
+    """
+    for name, text in named:
         if name in values:
             os.environ[name] = values[name]
-        elif placeholders_in(said):
+        elif placeholders_in(text):
             os.environ.pop(name, None)
 
 
 class ModelNames:
     """Names the outermost models in the order of their first calls that compute gradients: ``GPT#0``.
 
-    Of other calls the first may come by chance: a policy that explores, or its target.
+    Calls without gradients come in an order that may vary, such as those of a policy that explores.
     """
 
     def __init__(self) -> None:
@@ -206,13 +217,13 @@ class LoaderWait:
         self.seconds = 0.0
         self.latest: Any = None
         """The iterator over the loader of the last batch."""
-        around_batches(self._give)
+        around_batches(self._next_batch)
 
-    def _give(self, give: Callable[[Any], Any], iterator: Any, _: Any) -> Any:
-        """Give a batch, and record waiting time and loader."""
-        began = time.perf_counter()
-        batch = give(iterator)
-        self.seconds += time.perf_counter() - began
+    def _next_batch(self, load: Callable[[Any], Any], iterator: Any, _: Any) -> Any:
+        """Return the next batch of a loader's iterator, ``load(iterator)``, and record the wait and the iterator."""
+        asked_at = time.perf_counter()
+        batch = load(iterator)
+        self.seconds += time.perf_counter() - asked_at
         self.latest = iterator
         return batch
 
@@ -221,8 +232,6 @@ class LoaderWait:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-
-# The runs before a search
 
 # Most calls recorded between two steps: a model may be called for each sample. A choice.
 _MOST_CALLS = 4096
@@ -237,14 +246,15 @@ _MOST_PASSES = 4096
 class ScriptRun:
     """The record of one run of a script up to its second step."""
 
-    told: Candidate = field(default_factory=lambda: Candidate(Arm(), 1))
-    """The values that it was told, unless it ran with its own defaults."""
+    values: Candidate = field(default_factory=lambda: Candidate(Arm(), 1))
+    """The values that its placeholders were filled with, unless it ran with its own defaults."""
     facts: ModelFacts | None = None
     calls: tuple[tuple[str, ShapesByPlace], ...] = ()
     """The calls of outermost models that compute gradients, in the last whole step."""
     cycle: tuple[tuple[int, int], ...] = ()
     """The steps of optimizers in a whole step: which one, after how many backward passes."""
     anchor: int = 0
+    """The optimizer whose step ends a whole step."""
     autocast: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     """Dtypes of what models kept for the backward pass: those that they compute in, whoever casts."""
@@ -289,8 +299,7 @@ class ScriptRun:
         return self.precision in ("fp32", "tf32") and self.weights_dtype == "float32"
 
     def _casts_to(self, dtype: str) -> bool:
-        """Return whether the run cast to a dtype, by autocast or by hand."""
-        # Not each cast is an autocast: FSDP2 and Keras cast the weights of each layer.
+        """Return whether the run computed in a dtype by casts, of autocast or by hand, as FSDP2 and Keras cast."""
         return dtype in self.autocast or (self.weights_dtype == "float32" and dtype in self.kept)
 
     def describe_numerics(self) -> str:
@@ -314,17 +323,19 @@ class ScriptWatch(Listener):
         self._source = source
         self._finish = finish
         self._fail = fail
-        self._made: list[Any] = []
-        self._optimizers: list[Any] = []
-        self._steps: list[_UpdateInterval] = []
-        self._now = _UpdateInterval()
+        self._made_optimizers: list[Any] = []
+        self._stepped_optimizers: list[Any] = []
+        self._intervals: list[_UpdateInterval] = []
+        self._interval = _UpdateInterval()
         self._is_stepping = False
         self._models = ModelNames()
         self._watch = TrainingWatch()
         self._watch.watch_checkpoints()
         self._watch.watch_updates_by_hand()
         self._loading = LoaderWait()
-        after(torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made.append(optimizer))
+        after(
+            torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made_optimizers.append(optimizer)
+        )
         self._watch.listener = self
         self._watch.install()
 
@@ -333,23 +344,23 @@ class ScriptWatch(Listener):
         if not trains:
             return
         name = self._models.name(called)
-        self._now.model = called if self._now.model is None else self._now.model
-        if len(self._now.calls) < _MOST_CALLS:
-            self._now.calls.append((name, shapes))
+        self._interval.model = called if self._interval.model is None else self._interval.model
+        if len(self._interval.calls) < _MOST_CALLS:
+            self._interval.calls.append((name, shapes))
         if self._to_first_call and shapes:
             self._finish(ScriptRun(calls=((name, shapes),)))
 
     def backward_ends(self) -> None:
-        """Count the pass. Fail after too many passes without an optimizer step."""
-        self._now.passes += 1
-        self._now.passes_within += self._is_stepping
+        """Count the pass. End the run with an error after too many passes without an optimizer step."""
+        self._interval.passes += 1
+        self._interval.passes_within += self._is_stepping
         if self._passes_without_step > _MOST_PASSES:
             self._fail(self._not_stepped())
 
     @property
     def _passes_without_step(self) -> int:
         """Backward passes before the first step of an optimizer; 0 after it."""
-        return 0 if self._steps else self._now.passes
+        return 0 if self._intervals else self._interval.passes
 
     def _not_stepped(self) -> UserCodeError:
         """Return the error for backward passes without an optimizer step."""
@@ -362,7 +373,7 @@ class ScriptWatch(Listener):
         """Return the error for a script that ended before its second whole step."""
         if self._passes_without_step:
             return self._not_stepped()
-        if not self._made:
+        if not self._made_optimizers:
             return UserCodeError(
                 f"{self._source.name} ended without having made an optimizer of torch",
                 "name the script that trains with torch, with the options with which it does",
@@ -376,42 +387,48 @@ class ScriptWatch(Listener):
         self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Record the step. End the run once every optimizer that steps has done so twice, or with an error."""
-        if optimizer not in self._optimizers:
-            self._optimizers.append(optimizer)
+        """Record the step. End the run once every optimizer that steps has done so twice, or with an error.
+
+        An optimizer that was made and has not stepped yet is waited for.
+        """
+        if optimizer not in self._stepped_optimizers:
+            self._stepped_optimizers.append(optimizer)
         self._is_stepping = False
-        if (problem := self._now.problem(optimizer, self._source.name)) is not None:
+        if (problem := self._interval.problem(optimizer, self._source.name)) is not None:
             self._fail(problem)
-        self._now.optimizer = self._optimizers.index(optimizer)
-        self._steps.append(self._now)
-        self._now = _UpdateInterval()
-        counts = Counter(step.optimizer for step in self._steps)
-        waits = len(self._made) > len(self._optimizers) and max(counts.values()) < _MOST_STEPS
+        self._interval.optimizer = self._stepped_optimizers.index(optimizer)
+        self._intervals.append(self._interval)
+        self._interval = _UpdateInterval()
+        counts = Counter(interval.optimizer for interval in self._intervals)
+        waits = len(self._made_optimizers) > len(self._stepped_optimizers) and max(counts.values()) < _MOST_STEPS
         if min(counts.values()) >= 2 and not waits:
             try:
                 check_gradients(self._watch, self._source)
-                seen = self._seen(counts)
+                run = self._last_whole_step(counts)
             except BaseException as error:
                 self._fail(error)
-            self._finish(seen)
+            self._finish(run)
         # What was called before the first step may have been to build a model, or to look at it.
         self._watch.restart_dtype_record()
 
-    def _seen(self, counts: Counter[int]) -> ScriptRun:
-        """Return the record of the last whole step."""
-        least = min(counts.values())
-        rare = {optimizer for optimizer, count in counts.items() if count == least}
-        anchor = next(step.optimizer for step in reversed(self._steps) if step.optimizer in rare)
-        ends = [at for at, step in enumerate(self._steps) if step.optimizer == anchor]
-        whole = self._steps[ends[-2] + 1 : ends[-1] + 1]
-        models = [step.model for step in whole if step.model is not None]
+    def _last_whole_step(self, step_counts: Counter[int]) -> ScriptRun:
+        """Return the record of the last whole step, from the number of steps of each optimizer.
+
+        It goes from one step of the anchor to the next: of the optimizers that step least often, the last.
+        """
+        least = min(step_counts.values())
+        rare = {optimizer for optimizer, count in step_counts.items() if count == least}
+        anchor = next(interval.optimizer for interval in reversed(self._intervals) if interval.optimizer in rare)
+        ends = [at for at, interval in enumerate(self._intervals) if interval.optimizer == anchor]
+        whole = self._intervals[ends[-2] + 1 : ends[-1] + 1]
+        models = [interval.model for interval in whole if interval.model is not None]
         loading = self._loading.latest
         # A ``BatchSampler``, unless the script has one of its own.
         batches = getattr(loading, "_index_sampler", None)
         return ScriptRun(
             facts=facts_of(unwrapped(models[0]) if models else None, None),
-            calls=tuple(call for step in whole for call in step.calls),
-            cycle=tuple((step.optimizer, step.passes) for step in whole),
+            calls=tuple(call for interval in whole for call in interval.calls),
+            cycle=tuple((interval.optimizer, interval.passes) for interval in whole),
             anchor=anchor,
             autocast=tuple(sorted({dtype for _, dtype in self._watch.autocasts})),
             kept=tuple(sorted(self._watch.inner_dtypes.intersection(DTYPES))),
