@@ -284,7 +284,7 @@ class TestFailingMounts:
         def run() -> None:
             sandbox.open_namespace()
             subprocess.run(["sh", "-c", OWN_FILE_SYSTEMS["an overlay"]], cwd=over, check=True)
-            cover = sandbox.Cover(str(over / "layers"), [], [], is_user_space=False)
+            cover = sandbox.Cover(str(over / "layers"), [], [], has_user_namespace=False)
             with pytest.raises(OSError, match=r"mount tmpfs on .*: Invalid argument"):
                 cover.lay(-1)
 
@@ -296,7 +296,7 @@ class TestFailingMounts:
 
         def run() -> None:
             sandbox.open_namespace()
-            cover = sandbox.Cover("", [], [], is_user_space=False, below=str(folder / "below"))
+            cover = sandbox.Cover("", [], [], has_user_namespace=False, below=str(folder / "below"))
             cover._run_fd = os.open(folder, os.O_PATH)
             before = Path("/proc/self/mounts").read_text()
             assert not cover._overlay("/proc/sys", str(folder))

@@ -148,7 +148,7 @@ class WatchedLoop:
 
     def load(self, data: object, seconds: float) -> None:
         """Take a batch of some data, and use it so long."""
-        self.loop.give(lambda _: None, iter(()), data)
+        self.loop.next_batch(lambda _: None, iter(()), data)
         self.now += seconds
 
     def train(self, steps: int, *data: object) -> None:

@@ -84,10 +84,7 @@ class Observer:
         """What measures the steps, and the key of the training loader; ``None`` in an inspection."""
 
     def batches(self, overlay: Overlay, loader: Any, make_iterator: MakeIterator) -> Iterator[Any]:
-        """Return the iterator over a loader's batches; for the training loader one that never ends, timed as steps.
-
-        ``make_iterator`` returns the loader's own iterator.
-        """
+        """Return ``make_iterator()``, or for the training loader an endless iterator whose steps are timed."""
         from autotune.worker.user.loader_overlay import key_of
 
         assert self.steps is not None
@@ -124,10 +121,7 @@ class Overlay:
         raise NotImplementedError
 
     def told_accumulation(self) -> tuple[AccumulatesBy | None, int] | None:
-        """Return what in the script sets the accumulation, and its value; ``None`` where only its steps show it.
-
-        Where an argument of the framework's ``Trainer`` sets it, this is ``None`` and the value.
-        """
+        """Return what sets the accumulation (``None``: a ``Trainer``) and its value; ``None`` if unknown."""
         return None
 
     def interface(self) -> dict[str, Any]:

@@ -203,10 +203,7 @@ _ERROR = re.compile(r"\b(error|unknown|invalid|unrecognized|could not|cannot|can
 
 
 def exit_error(source: TrainingSource, error: SystemExit, log_start: int = 0) -> UserCodeError:
-    """Return the error to report for code that raised ``SystemExit``.
-
-    It has the exit's message, else the last error line of the process's log from byte ``log_start`` on.
-    """
+    """Return the error for a ``SystemExit``, with its message or the last error line since byte ``log_start``."""
     reason = error.code if isinstance(error.code, str) else _last_error_line(log_start)
     # As python does: 0 without a code, 1 for a message.
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -240,11 +237,7 @@ def _last_error_line(start: int) -> str:
 
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
-    """Return a ``UserCodeError`` with advice where the cause of an error is known, else the error itself.
-
-    Known are refused writes, questions to the terminal and ``SystemExit``. The traceback is cut to begin in the user's
-    file.
-    """
+    """Return a ``UserCodeError`` with advice for a known error, else the error, cut to begin in the user's file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
         trace = trace.tb_next

@@ -89,10 +89,7 @@ class Guard:
             self._end(*describe_training(self.source))
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Stop the job before it starts a process in which training could not be noticed.
-
-        This is an audit hook of Python, which is called with every ``event``, such as ``os.exec``, and its arguments.
-        """
+        """Stop the job before it starts a process in which training could not be noticed; an audit hook of Python."""
         if event not in _STARTS or self._is_lifted:
             return
         words, environment = _STARTS[event](arguments)
@@ -227,10 +224,7 @@ def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
 
 
 def _advice_for(words: Sequence[str]) -> str:
-    """Return the advice for a script that starts the command ``words`` as another process: search that instead.
-
-    The advice names it without launchers such as torchrun, and with the user's output folder.
-    """
+    """Return the advice to search the command ``words``, which the script starts, itself, without a launcher."""
     from autotune.core.errors import InvalidRequestError
     from autotune.core.launch_command import without_launchers
 

@@ -237,10 +237,7 @@ class LoopInspection(Observer, Listener):
 
 
 def inspect_loop(code: Code, finish: Finish) -> NoReturn:
-    """Run the user's loop function until its first step, and report its model, data and the settings that it read.
-
-    The settings that it reads of its ``LoopConfig`` are those that a search can set.
-    """
+    """Run the user's loop function until its first step; report its model, data and what it reads of the config."""
     source, environment = code.source, inspect_environment()
     config, watch = LoopConfig(), TrainingWatch()
     loaders: list[Any] = []

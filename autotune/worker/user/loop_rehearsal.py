@@ -154,10 +154,7 @@ class LoopParts(Parts, Listener):
         """Batches of the whole validation; ``None`` where its loader has no length."""
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
-        """End the rehearsal after an error ``why``, and report the part in which it arose.
-
-        An out-of-memory is a finding of the part: the longest batch, or the validation, does not fit.
-        """
+        """End after an error ``why``. Out of memory, the part under way does not fit; else it is unknown."""
         if self._validation_data is not None:
             if not is_out_of_memory:
                 self._unknown.append(f"the validation: {why}")
@@ -175,8 +172,6 @@ class LoopParts(Parts, Listener):
         self._note_last_step()
         self._unknown.append("a validation: none came at the end of an epoch")
         self.finish()
-
-    # What the loop does
 
     def backward_begins(self, tensors: Any) -> None:
         """Record the loss from which the backward pass begins."""
@@ -202,10 +197,7 @@ class LoopParts(Parts, Listener):
             self._other_data, self._other_data_before = [], self._other_data
 
     def next_batch(self, load: Callable[[Any], Any], batches: Any, data: Any) -> Any:
-        """Return the next batch for training or validation, in place of ``load(batches)``.
-
-        ``batches`` is a loader's iterator over the dataset ``data``, and ``load`` its own ``__next__``.
-        """
+        """Return a batch in place of a loader's own next one, ``load(batches)``; ``data`` is its dataset."""
         if not self._training_data:
             if self._latest_data is None:
                 self._begin()
@@ -296,8 +288,6 @@ class LoopParts(Parts, Listener):
             self._longest, collate = longest, batches._collate_fn
             self._make_longest = lambda: collate([data[index] for index in chosen])
             self._reset()
-
-    # Its validation
 
     def _evaluation_batch(self, load: Callable[[Any], Any], batches: Any, data: Any) -> Any:
         """Measure the validation so far, and return its next batch. Raise ``StopIteration`` after enough batches."""

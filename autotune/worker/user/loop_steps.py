@@ -66,10 +66,7 @@ class LoopSteps(StepMarks):
         on_loader: Callable[[Any], None] = lambda _: None,
         on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """Divide the loop of the code called ``name`` into steps, and tell ``listener`` of them.
-
-        ``on_loader`` is called with the loader, then ``on_begin`` once before the first batch.
-        """
+        """Divide a loop for ``listener``. ``on_loader`` and then ``on_begin`` are called before a batch."""
         super().__init__(name, listener)
         self._on_begin, self._on_loader = on_begin, on_loader
         self._on_batch = on_batch
@@ -91,8 +88,6 @@ class LoopSteps(StepMarks):
         self._whole_steps = 0
         self._dropped_in_row = self._early_steps = self._micro_steps_without_backward = 0
 
-    # What the watch tells
-
     def backward_begins(self, tensors: Any) -> None:
         """Count the pass and record its loss."""
         self._backward_passes += 1
@@ -104,18 +99,13 @@ class LoopSteps(StepMarks):
             self._marks = self._marks[0], self._listener.mark()
             self._has_stepped = True
 
-    # What the loop tells
-
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches of a loader endlessly, so that the code after the loop is never reached."""
         self._on_loader(loader)
         yield from self.repeated(lambda: iter(loader))
 
     def repeated(self, make_iterator: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Yield batches endlessly; ``make_iterator`` begins an epoch, and returns the iterator over its batches.
-
-        Ends only after an epoch without batches.
-        """
+        """Yield batches endlessly; ``make_iterator`` begins an epoch, and returns the iterator over its batches."""
         with self._opened("goes over autotune.steps within autotune.steps", "use it for the training loop alone"):
             while (yield from self._epoch(make_iterator())):
                 self.data_is_over()

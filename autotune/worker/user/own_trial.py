@@ -131,10 +131,7 @@ class OwnTrial(Trial):
         return timer
 
     def _warm_up_loading(self, workers: int, prefetch: int | None) -> None:
-        """Add warm-up steps for the batches that ``workers`` processes have prefetched when the first step begins.
-
-        Steps on these hardly wait for data, unlike later ones. ``prefetch`` is the batches that each prepares ahead.
-        """
+        """Add warm-up steps for the batches (``prefetch`` each) that ``workers`` have loaded by then."""
         ahead = None if prefetch is None else min(prefetch, MOST_PREFETCHED)
         arm = dataclasses.replace(self._candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=ahead)
         more_steps = prefetched_steps(dataclasses.replace(self._candidate, arm=arm), self._effort)
@@ -178,10 +175,7 @@ class OwnTrial(Trial):
         self._finish(dataclasses.replace(outcome, phase_seconds=self._phases.seconds))
 
     def _run_function(self) -> None:
-        """Call the user's loop function with the candidate's settings.
-
-        It may be told fewer micro-steps than the candidate has, which stand for all of them.
-        """
+        """Call the user's loop function with the candidate's settings, perhaps with fewer micro-steps."""
         micro_steps = micro_steps_to_run(self._candidate, self._effort)
         reads_accumulation = "accumulation" in self._source.interface.searched
         arguments = loop_arguments(self._candidate)
@@ -273,10 +267,7 @@ class OwnTrial(Trial):
         self._effort = dataclasses.replace(self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps)
 
     def _overlay_loader(self, batch_size: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Have the training loader made with ``batch_size``, the candidate's workers, and samples of the whole epoch.
-
-        ``None`` leaves the script's own batch size. See ``LoaderOverlay`` for ``least_batches``.
-        """
+        """Change the training loader: ``batch_size`` if given, workers, and samples of the whole epoch."""
         arm, key = self._candidate.arm, self._source.interface.loader_key
         # 0 leaves the script's own workers.
         workers = 0 if self._is_unmodified else arm.dataloader_num_workers

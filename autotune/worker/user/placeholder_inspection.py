@@ -111,10 +111,7 @@ class _ScriptInspector:
         return self._facts(own_run, site, first, second)
 
     def _two_value_sets(self, batches: tuple[int, int], own_run: ScriptRun | None) -> tuple[Candidate, Candidate]:
-        """Return two sets of values with the same samples in a step, and with the two ``batches``.
-
-        They differ in every value, save the batch without a ``{batch}`` and the precision where there is just one.
-        """
+        """Return two sets of values with as many samples in a step, which differ in all that placeholders can set."""
         if own_run is not None and "batch" not in self._template.names:
             _, rows = _first_dimension(own_run)
             batches = (rows, rows)
@@ -217,10 +214,7 @@ class _ScriptInspector:
             fail(error)
 
     def _check(self, first: ScriptRun, second: ScriptRun) -> Site | None:
-        """Check that both runs obeyed the placeholders; return where samples enter the model, ``None`` if unknown.
-
-        Raises ``UserCodeError`` where the script ignores a placeholder.
-        """
+        """Return where samples enter the model, if known. Raises ``UserCodeError`` if a run did not obey."""
         batch, other_batch = first.values.per_device_train_batch_size, second.values.per_device_train_batch_size
         names, source = self._template.names, self._source
         site = None
@@ -405,10 +399,7 @@ def _sizes(seen: ScriptRun) -> dict[Place, int]:
 
 
 def _first_dimension(seen: ScriptRun) -> tuple[Site | None, int]:
-    """Return the first dimension of the first model input, and its usual size; ``None`` and 1 without inputs.
-
-    In most scripts the size is the batch.
-    """
+    """Return the first dimension of the first model input, and its usual size; ``None`` and 1 without inputs."""
     return next(((Site(*place), size) for place, size in _sizes(seen).items() if place[2] == 0), (None, 1))
 
 

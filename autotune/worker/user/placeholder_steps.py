@@ -107,10 +107,7 @@ class PlaceholderSteps(StepMarks):
         super().backward_begins(tensors)
 
     def backward_ends(self) -> None:
-        """Count the pass, and report the end of a micro-step that is not the step's last.
-
-        Refuses the trial after too many passes without a step of an optimizer.
-        """
+        """Count the pass; report the end of a micro-step but the last. Refuse too many without a step."""
         self._passes += 1
         passes = self._passes - self._how.passes_once
         if passes > 0 and passes % self._how.passes == 0 and self._passes < self._wanted_passes:
@@ -132,10 +129,7 @@ class PlaceholderSteps(StepMarks):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Report a step with the requested passes and samples, and drop a deviating one.
-
-        Refuses the trial after too many deviating steps in a row.
-        """
+        """Report a step with the requested passes and samples; drop any other. Refuse too many of those."""
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
         self._marks = None
@@ -174,10 +168,7 @@ class PlaceholderSteps(StepMarks):
 
 
 def set_variables(named: tuple[tuple[str, str], ...], values: dict[str, str]) -> None:
-    """Set the environment variables of a command line (``named``) to their filled ``values`` in this process.
-
-    A variable whose placeholder is not filled is removed.
-    """
+    """Set variables of a command line (``named``) to their filled ``values``; remove those left unfilled."""
     for name, text in named:
         if name in values:
             os.environ[name] = values[name]
@@ -387,10 +378,7 @@ class ScriptWatch(Listener):
         self._is_stepping = True
 
     def optimizer_ends(self, optimizer: Any) -> None:
-        """Record the step. End the run once every optimizer that steps has done so twice, or with an error.
-
-        An optimizer that was made and has not stepped yet is waited for.
-        """
+        """Record the step. End the run once every optimizer that steps has done so twice, or with an error."""
         if optimizer not in self._stepped_optimizers:
             self._stepped_optimizers.append(optimizer)
         self._is_stepping = False

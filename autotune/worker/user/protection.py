@@ -90,10 +90,7 @@ class Protected:
         return [*self._outside, sandbox.SHARED_MEMORY]
 
     def begin(self) -> None:
-        """Lay layers over the user's files for a run of their code, in this process and its children.
-
-        Does nothing if called again in the same process, or with Landlock.
-        """
+        """Lay layers over the user's files for a run of their code; only once, and not with Landlock."""
         if self._is_covered or not self._has_mount_namespace:
             return
         self._is_covered = True
@@ -140,10 +137,7 @@ class Protected:
         return _READ_ONLY if not is_writable and os.access(existing, os.W_OK) else None
 
     def keep(self) -> None:
-        """Have the files that this run has written kept for later jobs. Layers in memory are lost.
-
-        Their folder is noted for ``take_kept``, which the trial server calls once the job has ended.
-        """
+        """Note the folder of what this run has written for ``take_kept``. Layers in memory are lost."""
         if self._cover is not None and not self._cover.in_memory:
             Path(self._scratch.kept_file).write_text(self._cover.run, encoding="utf-8")
 
@@ -210,10 +204,7 @@ class Room:
 
 
 def take_kept(scratch: Scratch, layer: str) -> None:
-    """Move the files that a finished job has kept to ``layer``, a folder that later jobs lay over the user's files.
-
-    Does nothing where the job kept none.
-    """
+    """Move the files that a finished job has kept, if any, to ``layer``, a folder below later jobs' layers."""
     try:
         run_folder = Path(scratch.kept_file).read_text(encoding="utf-8")
         names = os.listdir(run_folder)
@@ -255,9 +246,6 @@ def caches(cwd: str) -> list[str]:
     return found
 
 
-# How a file that cannot be written is told
-
-
 def refused_write(error: BaseException) -> tuple[str, str] | None:
     """Return file and reason where the protection refused a write, which led to ``error``; ``None`` where not."""
     if _current is None or _current.kind == "none":
@@ -273,9 +261,6 @@ def refused_write(error: BaseException) -> tuple[str, str] | None:
 
 _REFUSED_WORDS = ("Permission denied", "Read-only file system", "(os error 13)", "(os error 30)")
 _READ_ONLY = "your files are read-only for trials here"
-
-
-# What this machine offers
 
 
 def main() -> None:

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Train in this process."""
+    """Train in this process with the winner of a study, which an environment variable describes."""
     training = decode(json.loads(os.environ.pop(VARIABLE)), RealTraining)
     source = training.source
     if training.cpu_core is not None:
-        # As in the trial that was measured. Processes that load data have all cores.
+        # Pinned as in the trial that was measured. Processes that load data have all cores.
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {training.cpu_core})
         os.register_at_fork(after_in_child=lambda: os.sched_setaffinity(0, cores))
@@ -60,7 +60,7 @@ def main() -> None:
         raise
     finally:
         if training.folder:
-            # A temporary one.
+            # A temporary folder of autotune's own.
             shutil.rmtree(training.folder, ignore_errors=True)
 
 
@@ -76,15 +76,16 @@ class Run:
         self.training = training
         self.name = training.source.name
         self.is_verified = False
+        """Whether a first step with the winner's settings was seen, or none has to be."""
         self._watch: LoopWatch | None = None
 
     def install(self) -> None:
-        """Install the settings in this process."""
+        """Set up the watch of the training. Settings are on its command line, and need no check."""
         self.is_verified = True
         on_import("torch", lambda _: self.watch_loop())
 
     def watch_loop(self) -> None:
-        """Watch the training loop until its end, if a speed was promised."""
+        """Watch the training loop until its end, if the winner of the search came with a promised speed."""
         from autotune.worker.user.run_watch import LoopWatch, RunWatch
 
         if self.training.promise is not None:
@@ -108,16 +109,13 @@ class Run:
             )
 
     def watch_first_step(self, accumulation: int | None) -> Any:
-        """Return a watch of the first step. Needs an imported torch."""
+        """Return a watch that checks the first step and its passes (``accumulation``). Needs torch."""
         from autotune.worker.trial.step_checks import FirstStepWatch
 
         return FirstStepWatch(self.training, self.stop, accumulation, self._first_step_seen)
 
     def _first_step_seen(self) -> None:
         self.is_verified = True
-
-
-# transformers.Trainer
 
 
 class TrainerRun(Run):
@@ -135,15 +133,16 @@ class TrainerRun(Run):
             before(module.Trainer, "train", lambda trainer, *_, **__: self.begin(trainer))
             # Wrapped around ``begin``, so it runs earlier: it sets the winner's fields in the arguments of the Trainer.
             self._fields.watch_trainer(module.Trainer)
+            # Wrapped last, so that it runs first.
             if training.recovery is not None:
                 around(module.Trainer, "train", self._train_recovering)
 
         on_import("transformers.trainer", wrap)
 
     def _train_recovering(self, train: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train from the last checkpoint of this run, if there is one.
+        """Run ``Trainer.train``, in a repeated attempt from the last checkpoint of this run, if there is one.
 
-        When out of memory, note so in the recovery file and end the process.
+        When out of memory, note so in the recovery file and end the process: ``autotune run`` then starts it again.
         """
         from autotune.worker.failures import is_out_of_memory
 
@@ -158,9 +157,9 @@ class TrainerRun(Run):
             found = Path(trainer.args.output_dir).glob("checkpoint-*/trainer_state.json")
             written = [path for path in found if path.stat().st_mtime >= recovery.since]
             if written:
-                last = max(written, key=lambda path: int(path.parent.name.rpartition("-")[2]))
-                kwargs["resume_from_checkpoint"] = str(last.parent)
-                _print_once(f"goes on from {last.parent}")
+                last = max((path.parent for path in written), key=lambda folder: int(folder.name.rpartition("-")[2]))
+                kwargs["resume_from_checkpoint"] = str(last)
+                _print_once(f"goes on from {last}")
         try:
             return train(trainer, *args, **kwargs)
         except Exception as error:
@@ -185,42 +184,43 @@ class TrainerRun(Run):
         from autotune.training.batches import SettingUnavailableError
 
         try:
-            # Also without settings: then the loss is still divided by the accumulation.
+            # Also without settings: ``apply`` corrects how the loss is divided by the accumulation.
             apply(trainer, **applied_settings(candidate.arm))
         except SettingUnavailableError as error:
             self.stop(f"{self.name} cannot train as it was set: {error}", "")
 
         run = self
 
-        class Looks(TrainerCallback):  # type: ignore[misc]
+        class ChecksSettings(TrainerCallback):  # type: ignore[misc]
             """Checks a ``Trainer`` that is about to take its first step."""
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 run.check(trainer, kwargs.get("train_dataloader"))
 
-        trainer.add_callback(Looks())
+        trainer.add_callback(ChecksSettings())
         if self.training.promise is not None:
             from autotune.worker.user.run_watch import RunWatch, watch_trainer
 
             watch_trainer(trainer, RunWatch(self.training.promise, _print_once))
 
     def check(self, trainer: Any, loader: Any) -> None:
-        """End the process where a ``Trainer`` is about to train differently from its settings."""
-        found = (
+        """End the process where a ``Trainer`` would train differently from the winner; else watch its first step."""
+        difference = (
             self._fields.first_ignored(trainer.args, self.training.arguments)
             or difference_from_candidate(trainer, self.training.candidate, loader)
             or self._model_difference(trainer.model)
         )
-        if found is not None:
+        if difference is not None:
             self.stop(
-                f"{self.name} does not train with the winner of {self.training.study}: {found}",
+                f"{self.name} does not train with the winner of {self.training.study}: {difference}",
                 "set it so in the code, or search with the code as it is",
             )
         if not self.is_verified:
             self.is_verified = True
-            first = self.watch_first_step(trainer.args.gradient_accumulation_steps)
+            first_step = self.watch_first_step(trainer.args.gradient_accumulation_steps)
             if self.training.candidate.arm.cuda_graphs:
-                trainer.training_step.on_replay = first.checks.watch.take_replay
+                # The replay of a graph calls no module that the watch would see.
+                trainer.training_step.on_replay = first_step.checks.watch.take_replay
 
     def _model_difference(self, model: Any) -> str | None:
         """Return how a model's dtype or adapters differ from the measured ones; ``None`` without a difference."""
@@ -234,38 +234,38 @@ class TrainerRun(Run):
         return None
 
 
-# Other loops
-
-
 class LoopRun(Run):
     """A training in a loop of the user's own: of a function, or of a script on a framework."""
 
     def install(self) -> None:
         """Wrap data loaders and the framework once they are imported."""
         source, candidate = self.training.source, self.training.candidate
-        arm, takes, key = candidate.arm, source.interface.searched, source.interface.loader_key
-        batch = candidate.per_device_train_batch_size if "batch" in takes and source.kind != "loop" else None
-        self._loader: Any = None
-        self._overruled: int | None = None
+        arm, searched, key = candidate.arm, source.interface.searched, source.interface.loader_key
+        batch_size = candidate.per_device_train_batch_size if "batch" in searched and source.kind != "loop" else None
+        self._loader_overlay: Any = None
+        self._own_accumulation: int | None = None
+        """The accumulation that the script gave its ``Accelerator``, if the winner's replaced it."""
         self._schedules: list[Any] = []
+        """The learning rate schedules that the code has made."""
 
-        def overrules(said: int) -> None:
-            self._overruled = said
+        def overrules(accumulation: int) -> None:
+            self._own_accumulation = accumulation
 
         def change(_: ModuleType) -> None:
             from autotune.worker.user.loader_overlay import LoaderOverlay
 
-            is_changed = key is not None and (batch is not None or arm.dataloader_num_workers > 0)
+            is_changed = key is not None and (batch_size is not None or arm.dataloader_num_workers > 0)
             others = self.training.loader_batches
             if is_changed or others:
                 loading = arm.dataloader_num_workers, arm.dataloader_prefetch_factor
-                overlay = LoaderOverlay(key if is_changed else None, batch, *loading, others=others, say=_print_once)
+                changed_key = key if is_changed else None
+                overlay = LoaderOverlay(changed_key, batch_size, *loading, others=others, say=_print_once)
                 overlay.install()
-                self._loader = overlay if is_changed else None
+                self._loader_overlay = overlay if is_changed else None
             # Installed first: the watch below removes its hook during a step, which only the last hook can.
             self.watch_loop()
-            known = source.kind != "loop" or "accumulation" in takes
-            self.watch_first_step(candidate.gradient_accumulation_steps if known else None)
+            is_known = source.kind != "loop" or "accumulation" in searched
+            self.watch_first_step(candidate.gradient_accumulation_steps if is_known else None)
             schedule = sys.modules["torch.optim.lr_scheduler"].LRScheduler
             after(schedule, "__init__", lambda _, made, *__, **___: self._schedules.append(made))
 
@@ -273,14 +273,18 @@ class LoopRun(Run):
         on_import("torch", change)
         if source.kind != "loop":
             accumulation = candidate.gradient_accumulation_steps
-            changes = Changes.of(source, candidate, takes, accumulation, say=_print_once, overrules=overrules)
+            changes = Changes.of(source, candidate, searched, accumulation, say=_print_once, overrules=overrules)
             set_options(changes.options)
             OVERLAYS[source.framework](changes).install()
 
     def _first_step_seen(self) -> None:
-        """End the process where another loader is used, or a learning rate schedule has another length."""
+        """End the process where the code did not make the searched loader, or a schedule for the replaced settings.
+
+        A learning rate schedule of a whole number of epochs was made for a batch and an accumulation: those that the
+        code has by itself, if it does not learn of the winner's.
+        """
         super()._first_step_seen()
-        loader, interface = self._loader, self.training.source.interface
+        loader, interface = self._loader_overlay, self.training.source.interface
         if loader is None:
             return
         if loader.made is None:
@@ -290,22 +294,25 @@ class LoopRun(Run):
             )
         if not hasattr(loader.made.dataset, "__len__"):
             return
-        accumulation, batch = self.training.candidate.gradient_accumulation_steps, loader.made.batch_size
-        batches, own = len(loader.made), loader.own_batch_size
+        accumulation, batch_size = self.training.candidate.gradient_accumulation_steps, loader.made.batch_size
+        batches, own_size, own_accumulation = len(loader.made), loader.own_batch_size, self._own_accumulation
         for schedule in self._schedules:
             end = planned_updates(schedule)
-            if end is None or (self._overruled is None and is_made_for(end, batches, accumulation)):
+            if end is None or (own_accumulation is None and is_made_for(end, batches, accumulation)):
                 continue
-            said = f"its learning rate schedule of {end} updates is made for"
-            if self._overruled is not None and is_made_for(end, batches, self._overruled):
+            made_for = f"its learning rate schedule of {end} updates is made for"
+            if own_accumulation is not None and is_made_for(end, batches, own_accumulation):
                 self.stop(
-                    f"{self.name} cannot train with an accumulation of {accumulation}: {said} one of {self._overruled}",
+                    f"{self.name} cannot train with an accumulation of {accumulation}: {made_for} one of "
+                    f"{own_accumulation}",
                     f"write {accumulation} at {interface.accelerator}, or make it an option of its command line",
                 )
-            if own and batch and own != batch and is_made_for(end, -(-batches * batch // own), accumulation):
+            if not own_size or not batch_size or own_size == batch_size:
+                continue
+            if is_made_for(end, -(-batches * batch_size // own_size), accumulation):
                 self.stop(
-                    f"{self.name} cannot train with batches of {batch}: {said} batches of {own}",
-                    f"write {batch} at {interface.loader} and where the schedule is made",
+                    f"{self.name} cannot train with batches of {batch_size}: {made_for} batches of {own_size}",
+                    f"write {batch_size} at {interface.loader} and where the schedule is made",
                 )
 
 
@@ -325,11 +332,14 @@ def planned_updates(schedule: Any) -> int | None:
 
 
 def is_made_for(updates: int, batches: int, accumulation: int) -> bool:
-    """Return whether a number of updates is a whole number of epochs, with any rounding of their last steps."""
+    """Return whether ``updates`` are a whole number of epochs of so many ``batches``.
+
+    The last step of each epoch, or of all epochs together, may be rounded up or down.
+    """
     if updates % max(1, batches // accumulation) == 0 or updates % -(-batches // accumulation) == 0:
         return True
-    total = batches * max(1, round(updates * accumulation / batches))
-    return updates in (total // accumulation, -(-total // accumulation))
+    total_batches = batches * max(1, round(updates * accumulation / batches))
+    return updates in (total_batches // accumulation, -(-total_batches // accumulation))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ class Parts:
     def __init__(self, work: RehearsalWork, meter: Meter, answer: Answer) -> None:
         self._work, self._meter, self._answer = work, meter, answer
         self._is_on_cpu = work.devices.kind == "cpu"
-        self._began = time.monotonic()
+        self._began_at = time.monotonic()
         self._unknown: list[str] = []
         self._found = Rehearsal(line_bytes=work.line_bytes)
 
@@ -80,23 +80,25 @@ class Parts:
 
     def finish(self, **found: Any) -> NoReturn:
         """End the process with the results."""
-        seconds = round(time.monotonic() - self._began, 3)
+        seconds = round(time.monotonic() - self._began_at, 3)
         self._answer(replace(self._found, unknown=tuple(self._unknown), seconds=seconds, **found))
 
-    def longest_of(self, data: Any, rows: int) -> tuple[list[int], LongestBatch | None]:
-        """Return the indices of the longest samples whose lengths could be read in time, and the batch of them.
+    def longest_of(self, data: Any, batch_size: int) -> tuple[list[int], LongestBatch | None]:
+        """Return the indices of the longest samples of a dataset for one batch, and the record of this batch.
 
-        No indices and ``None`` where no batch is longer than others, or the lengths are unknown.
+        Only samples whose lengths could be read in time count. No indices and ``None`` where all samples are as long,
+        or the lengths are unknown.
         """
-        of = length(data)
-        read = read_lengths(data, all_over(of), self._work.seconds / 3) if of is not None else {}
-        if not read or of is None:
+        samples = length(data)
+        lengths = read_lengths(data, all_over(samples), self._work.seconds / 3) if samples is not None else {}
+        if not lengths or samples is None:
             self._unknown.append("the longest batch: the lengths of its samples are not known")
             return [], None
-        if len(set(read.values())) == 1 and len(read) == of:
+        if len(set(lengths.values())) == 1 and len(lengths) == samples:
             return [], None
-        chosen = sorted(read, key=lambda index: -read[index])[:rows]
-        return chosen, LongestBatch(len(chosen), max(read.values()), None, fits=False, read=len(read), of=of)
+        chosen = sorted(lengths, key=lambda index: -lengths[index])[:batch_size]
+        longest = max(lengths.values())
+        return chosen, LongestBatch(len(chosen), longest, None, fits=False, read=len(lengths), of=samples)
 
     def _does_fit(self, whole: Whole | None) -> bool:
         """Return whether an evaluation is within the limits of device and host; ``None`` is one out of memory."""
@@ -136,7 +138,7 @@ class Rehearses(Trial):
         self._work = work
 
     def _end(self, outcome: Outcome) -> NoReturn:
-        """End the process with what was found before the trial ended by itself."""
+        """End the process with what was found so far, where the training ends as a trial would, such as by an error."""
         why = outcome.message if isinstance(outcome, Failed | OutOfMemory) else "it ended as a trial does"
         if self.parts is not None:
             self.parts.end_after(why, is_out_of_memory=isinstance(outcome, OutOfMemory))
@@ -156,6 +158,7 @@ class NamedRehearsal(Rehearses):
 
     def _prepare(self, trainer: Any) -> None:
         """Add the callback that runs the parts after two steps. The evaluation gets some of the training's samples."""
+        # Steps are neither judged nor timed.
         self._checks.watch.remove()
         trainer.remove_callback(TrainerSteps)
         samples = 2 * self._candidate.per_device_train_batch_size * self._candidate.arm.data_parallel
@@ -172,7 +175,7 @@ class TrainerRehearsal(Rehearses, TrainerTrial):
 
     def run_code(self, output_dir: str) -> NoReturn:
         """Run the user's code up to and into ``Trainer.train``."""
-        self._tree = _ProcessMemory()
+        self._process_memory = _ProcessMemory()
         super().run_code(output_dir)
 
     def _prepare(self, trainer: Any) -> None:
@@ -181,7 +184,8 @@ class TrainerRehearsal(Rehearses, TrainerTrial):
             raise UserCodeError("what it trains on is generated anew in each run")
         self._apply(trainer)
         self._checks.watch.remove()
-        self.parts = _TrainerParts(trainer, self._tree, self._ranks, self._work, self._meter, self._finish)
+        memory = self._process_memory
+        self.parts = _TrainerParts(trainer, memory, self._ranks, self._work, self._meter, self._finish)
         trainer.add_callback(self.parts)
         trainer.args.max_steps = max(trainer.args.max_steps, _MOST_STEPS)
         if trainer.args.save_strategy != "no":
@@ -194,21 +198,21 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     is_of_named_model = False
     """Whether the model is one by name, whose trials have met its longest batch, and which has no evaluation set."""
 
-    def __init__(self, trainer: Any, tree: _ProcessMemory, ranks: Ranks, *args: Any) -> None:
+    def __init__(self, trainer: Any, process_memory: _ProcessMemory, ranks: Ranks, *args: Any) -> None:
         super().__init__(*args)
-        self._trainer, self._tree, self._ranks = trainer, tree, ranks
-        self._held: list[int | None] = []
+        self._trainer, self._process_memory, self._ranks = trainer, process_memory, ranks
+        self._held_bytes: list[int | None] = []
         self._left_bytes: int | None = None
         """Device memory that stays allocated after the first part of an evaluation."""
-        self._saving_began: float | None = None
+        self._saving_began_at: float | None = None
         self._loader: Any = None
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
         """End after an error: that of a checkpoint once saving has begun, else one of the training."""
-        if self._saving_began is None:
+        if self._saving_began_at is None:
             self._answer(Problem(why))
         if is_out_of_memory:
-            lost = Saving(None, None, time.monotonic() - self._saving_began, fits=False)
+            lost = Saving(None, None, time.monotonic() - self._saving_began_at, fits=False)
             self._end_ranks(saving=lost)
             self.finish(saving=lost)
         self._unknown.append(f"a checkpoint: {why}")
@@ -216,21 +220,19 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self.finish()
 
     def _end_ranks(self, **found: Any) -> None:
-        """End with the results where there are several ranks, since others may wait for this one."""
+        """End with the results if there are several ranks, since others may wait for this one; else do nothing."""
         if self._ranks.count > 1:
             self.finish(**found, failed_rank=self._ranks.rank)
 
     def _of_ranks(self, what: str, value: T) -> list[T]:
-        """Return a value of each rank, in a call that all ranks make at the same place."""
-        told = self._ranks.gather((what, value))
-        if any(each != what for each, _ in told):
+        """Return the ``value`` of every rank; end where ranks do not call this for the same purpose, ``what``."""
+        gathered = self._ranks.gather((what, value))
+        if any(purpose != what for purpose, _ in gathered):
             self._answer(Problem("its ranks do not do the same"))
-        return [each for _, each in told]
-
-    # The steps
+        return [of_rank for _, of_rank in gathered]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._tree.first_bytes = self._tree.read(always=True)
+        self._process_memory.first_bytes = self._process_memory.read(always=True)
         self._loader = kwargs.get("train_dataloader")
         self._meter.reset_peaks()
 
@@ -238,15 +240,16 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         """Record the memory after each step; run the parts after the last."""
         prevent_side_actions(control)
         self._trim()
-        self._held.append(self._meter.allocated_bytes())
-        self._tree.read(always=True)
-        spent = max(self._of_ranks("a step", time.monotonic() - self._began))
-        has_time = spent * (1 + 1 / state.global_step) < self._work.seconds
-        most = _FEWEST_STEPS if self.is_of_named_model else _MOST_STEPS
-        if state.global_step < _FEWEST_STEPS or (state.global_step < most and has_time):
+        self._held_bytes.append(self._meter.allocated_bytes())
+        self._process_memory.read(always=True)
+        seconds = max(self._of_ranks("a step", time.monotonic() - self._began_at))
+        # For one more step.
+        has_time = seconds * (1 + 1 / state.global_step) < self._work.seconds
+        most_steps = _FEWEST_STEPS if self.is_of_named_model else _MOST_STEPS
+        if state.global_step < _FEWEST_STEPS or (state.global_step < most_steps and has_time):
             return
         peak = max(self._of_ranks("the steps", self._meter.peaks().reserved))
-        self._found = replace(self._found, growth_bytes=growth_of(self._held), peak_bytes=peak)
+        self._found = replace(self._found, growth_bytes=growth_of(self._held_bytes), peak_bytes=peak)
         longest = None
         if not self.is_of_named_model:
             longest = self._guarded("the batch of the longest samples", self._longest)
@@ -257,15 +260,14 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._begin_saving(args, control)
 
     def _begin_saving(self, args: Any, control: Any) -> None:
-        """Have the ``Trainer`` write a checkpoint; one that is too large here is computed, which ends the process."""
-        size = self._saved_bytes()
-        free = min(self._of_ranks("the disk", shutil.disk_usage(args.output_dir).free))
-        if size > min(_MOST_SAVED_BYTES, free // 4):
+        """Have a checkpoint written, or end with computed memory for one that is too large here."""
+        free_bytes = min(self._of_ranks("the disk", shutil.disk_usage(args.output_dir).free))
+        if self._saved_bytes() > min(_MOST_SAVED_BYTES, free_bytes // 4):
             computed = self._computed_saving()
             if computed is None:
                 self._unknown.append("a checkpoint: it is too large to be written here")
             self.finish(saving=computed)
-        self._saving_began = time.monotonic()
+        self._saving_began_at = time.monotonic()
         self._reset()
         control.should_save = True
 
@@ -288,26 +290,24 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
     def _host(self) -> HostUse | None:
         """Return the host memory of all processes; ``None`` if a rank started no other process, or without a limit."""
         limit = self._work.line_bytes if self._is_on_cpu else self._work.host_bytes
-        if self._tree.processes == 1 or limit is None:
+        if self._process_memory.processes == 1 or limit is None:
             return None
         args, batches, ranks = self._trainer.args, length(self._loader), self._ranks.count
-        growth = growth_of(self._tree.each)
+        growth = growth_of(self._process_memory.readings)
         # Ranks load their data alike.
         return HostUse(
-            self._tree.most_bytes * ranks,
+            self._process_memory.most_bytes * ranks,
             None if growth is None else growth * ranks,
-            self._tree.processes * ranks,
+            self._process_memory.processes * ranks,
             limit,
             None if batches is None else batches // args.gradient_accumulation_steps,
-            args.dataloader_num_workers * self._tree.first_bytes * ranks,
+            args.dataloader_num_workers * self._process_memory.first_bytes * ranks,
         )
 
-    # The batch of the longest samples
-
     def _longest(self) -> LongestBatch | None:
-        """Train on the batch of the longest samples, and return the batch with its peak memory.
+        """Train on the batch of the longest samples, and return its record with its peak memory, ``None`` if too much.
 
-        The peak is ``None`` when out of memory. ``None`` where no batch is longer than others, or this is unknown.
+        Returns ``None`` where no batch is longer than others, or this is unknown.
         """
         loader, trainer = self._loader, self._trainer
         dataset: Any = getattr(loader, "dataset", None)
@@ -322,8 +322,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         try:
             # With accumulation, twice: gradients are already allocated in the second micro-step.
             for _ in range(min(2, self._work.candidate.gradient_accumulation_steps)):
-                made = loader.collate_fn([dataset[index] for index in by_length])
-                (inputs,), items = trainer.get_batch_samples(iter([made]), 1, trainer.args.device)
+                batch = loader.collate_fn([dataset[index] for index in by_length])
+                (inputs,), items = trainer.get_batch_samples(iter([batch]), 1, trainer.args.device)
                 trainer.training_step(trainer.model_wrapped, inputs, items)
             self._meter.synchronize()
             peak = max(self._of_ranks("its peak", self._meter.peaks().reserved))
@@ -332,8 +332,6 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
                 raise
             self._end_ranks(longest=longest)
         return replace(longest, peak_bytes=peak, fits=peak is not None and peak <= self._work.line_bytes)
-
-    # The evaluation
 
     def _evaluation(self) -> Evaluation | None:
         """Return the memory of an evaluation, with smaller settings if it does not fit; ``None`` without samples."""
@@ -358,20 +356,20 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         """Return settings with which the evaluation fits, and its memory with them; ``{}``, ``None`` where none do.
 
         ``whole`` is its memory with its own settings. A smaller batch takes less for each batch. Outputs that are kept
-        may go to the host after some batches.
+        may go to the host after some batches (``eval_accumulation_steps``).
         """
-        args, line = self._trainer.args, self._work.line_bytes
+        args, limit_bytes = self._trainer.args, self._work.line_bytes
         batch, flushed_after = args.per_device_eval_batch_size, args.eval_accumulation_steps
         settings: dict[str, int] = {}
-        while batch > 1 and (whole is None or whole.device_bytes - whole.kept_bytes > line):
+        while batch > 1 and (whole is None or whole.device_bytes - whole.kept_bytes > limit_bytes):
             batch //= 2
             settings["per_device_eval_batch_size"] = batch
             whole, _ = self._whole(data, samples, batch, flushed_after)
         if not self._does_fit(whole) and whole is not None and whole.kept_bytes and not self._is_on_cpu:
             batches = -(-(samples or batch) // (batch * self._world))
-            room = line - (whole.device_bytes - whole.kept_bytes)
-            # Half of it: fragments, and labels of other lengths.
-            fewer = max(1, int(batches * room / whole.kept_bytes / 2))
+            free_bytes = limit_bytes - (whole.device_bytes - whole.kept_bytes)
+            # Half of it is filled: the rest is for fragments, and for labels of other lengths.
+            fewer = max(1, int(batches * free_bytes / whole.kept_bytes / 2))
             if fewer != flushed_after:
                 settings["eval_accumulation_steps"] = fewer
             whole, _ = self._whole(data, samples, batch, fewer)
@@ -404,32 +402,33 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
             return None, 0
         finally:
             args.per_device_eval_batch_size, args.eval_accumulation_steps = own_settings
-        # What grows in the first batches may be something else than outputs: of two lines the lower one counts.
+        # Memory is extrapolated on a line through two parts. What grows in the first batches may be something else than
+        # outputs: of the lines through an early and a late part, the lower one counts.
         earlier = parts[1:-1] or parts
-        lines = (extrapolated(part, parts[-1], batches, flushed_after) for part in (earlier[0], earlier[-1]))
-        return min(lines, key=lambda whole: whole.device_bytes), parts[-1].batches
+        wholes = (extrapolated(part, parts[-1], batches, flushed_after) for part in (earlier[0], earlier[-1]))
+        return min(wholes, key=lambda whole: whole.device_bytes), parts[-1].batches
 
     def _longest_samples(self, data: Any, samples: int | None) -> list[int]:
         """Return the indices of an evaluation's samples, longest first; empty where all are as long or unknown."""
         if samples is None or not hasattr(data, "__getitem__"):
             return []
-        read = read_lengths(data, all_over(samples), self._work.seconds / 3)
-        return sorted(read, key=lambda index: -read[index]) if len(set(read.values())) > 1 else []
+        lengths = read_lengths(data, all_over(samples), self._work.seconds / 3)
+        return sorted(lengths, key=lambda index: -lengths[index]) if len(set(lengths.values())) > 1 else []
 
     def _runs_more_than(self, part: Part, batches: int) -> bool:
-        """Return whether a part of twice as many batches is run, of an evaluation that has ``batches``."""
-        # Each rank keeps what all have computed.
+        """Return whether another part, of twice as many batches, is run of an evaluation that has ``batches``."""
+        # Each rank keeps the outputs of all ranks, so that fewer batches of each are enough.
         is_in_time = part.batches < LARGE_PART // self._world and 2 * part.seconds <= self._work.seconds / 2
         return part.batches < batches and (is_in_time or part.batches < _FEWEST_BATCHES)
 
     def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
-        """Evaluate some batches, beginning with the longest samples. The first time, record the memory left behind."""
+        """Evaluate some batches, the samples ``first`` first. Once, record the memory left behind."""
         self._reset()
         before = self._meter.allocated_bytes()
-        began = time.perf_counter()
+        began_at = time.perf_counter()
         self._trainer.evaluate(eval_dataset=part_of(data, first, batches * batch * self._world))
         self._meter.synchronize()
-        part = Part(batches, *self._peaks_of_ranks("an evaluation", time.perf_counter() - began))
+        part = Part(batches, *self._peaks_of_ranks("an evaluation", time.perf_counter() - began_at))
         if self._left_bytes is None and before is not None:
             self._reset()
             left = max(0, (self._meter.allocated_bytes() or before) - before)
@@ -445,21 +444,19 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record the memory of this process and of those that load evaluation data."""
-        self._tree.read()
-
-    # A checkpoint
+        self._process_memory.read()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End with the peak memory of the written checkpoint."""
-        assert self._saving_began is not None
-        peaks = self._peaks_of_ranks("a checkpoint", time.monotonic() - self._saving_began)
+        assert self._saving_began_at is not None
+        peaks = self._peaks_of_ranks("a checkpoint", time.monotonic() - self._saving_began_at)
         self.finish(saving=self._saving(*peaks))
 
     def _saved_bytes(self) -> int:
         """Return the estimated size of a checkpoint in bytes."""
         parameters = list(self._trainer.model.parameters())
         if self._trainer.is_deepspeed_enabled:
-            # Of ZeRO-3, a rank has nothing of most of them.
+            # With ZeRO-3 a rank holds only a part of each parameter: ``ds_numel`` is that of the whole.
             return _SAVED_BY_DEEPSPEED * sum(int(getattr(each, "ds_numel", each.numel())) for each in parameters)
         return _SAVED_PER_WEIGHT * sum(int(each.nbytes) for each in parameters)
 
@@ -470,7 +467,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return Saving(device_bytes, host_bytes or None, seconds, fits, self._ranks.count, limit, is_computed)
 
     def _computed_saving(self) -> Saving | None:
-        """Return the memory of gathering FSDP's full state for a checkpoint; ``None`` for other trainings.
+        """Compute the memory of gathering FSDP's full state for a checkpoint; ``None`` for other trainings.
 
         Each device gathers one tensor after the other. The first rank keeps them in the host's memory: all weights,
         which are freed once they are written, then the whole state of the optimizer.
@@ -498,35 +495,32 @@ class _ProcessMemory:
     _EVERY_SECONDS = 0.2
 
     def __init__(self) -> None:
-        self.each: list[int | None] = []
+        self.readings: list[int | None] = []
         """Memory of all processes at each reading that was not left out, in bytes."""
-        self._last = 0.0
+        self._last_read_at = 0.0
         self.processes = 1
-        self._start = 0
+        self._start_bytes = 0
         self.most_bytes = 0
         self.first_bytes = 0
         """When the training began, before any process that loads data was started."""
-        self._start = self.read(always=True)
-        self.each.clear()
+        # The first reading is what later ones are compared with, and counts in no sum.
+        self._start_bytes = self.read(always=True)
+        self.readings.clear()
         self.most_bytes = 0
 
     def read(self, *, always: bool = False) -> int:
-        """Return the current memory of all processes in bytes, beyond that at the start.
-
-        0 where it was read less than 0.2 s ago, and without other processes after the first reading.
-        """
-        if not always and time.monotonic() - self._last < self._EVERY_SECONDS:
+        """Record and return the memory of all processes beyond that at the start; 0 if not read."""
+        if not always and time.monotonic() - self._last_read_at < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
-        if len(processes) == self.processes == 1 and self.each:
-            # Of a training without others only the first reading counts.
+        if len(processes) == self.processes == 1 and self.readings:
             return 0
-        total = sum(map(_own_bytes, processes)) - self._start
+        total = sum(map(_own_bytes, processes)) - self._start_bytes
         self.processes = max(self.processes, len(processes))
         self.most_bytes = max(self.most_bytes, total)
         if always:
-            self.each.append(total)
-        self._last = time.monotonic()
+            self.readings.append(total)
+        self._last_read_at = time.monotonic()
         return total
 
 
@@ -543,18 +537,15 @@ def _own_bytes(pid: int | None) -> int:
     return sum(int(sizes[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem") if name in sizes)
 
 
-# Samples and their lengths
-
-
 def all_over(samples: int) -> Iterator[int]:
-    """Yield the indices of some samples spread over the data, then all others from the last to the first."""
+    """Yield the indices of about 64 samples spread over the data, then all others from the last to the first."""
     stride = max(1, samples // 64)
     yield from range(0, samples, stride)
     yield from (index for index in range(samples - 1, -1, -1) if index % stride)
 
 
 def part_of(data: Any, first: Sequence[int], count: int) -> Any:
-    """Return a dataset of ``count`` samples of another, with some of them first; for a stream its beginning."""
+    """Return a dataset of ``count`` samples of ``data``, beginning with ``first`` (indices); of a stream the beginning."""
     samples = length(data)
     if samples is None or not hasattr(data, "__getitem__"):
         return data.take(count) if hasattr(data, "take") else _Stream(data, count)

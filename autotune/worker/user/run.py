@@ -62,10 +62,7 @@ class TrainerLook(Look, TrainerTrial):
 
     @property
     def _wanted(self) -> Document:
-        """The fields of ``TrainingArguments`` to set.
-
-        For a look at the user's own settings: batch, accumulation, no 16-bit precision, no compiler.
-        """
+        """The fields of ``TrainingArguments`` to set, for a user's own settings batch and float32."""
         if not self._is_unmodified:
             return super()._wanted
         return {
@@ -114,10 +111,7 @@ class LoopLook(Look):
         return super()._make_checks()
 
     def _report(self, step: FirstStep) -> NoReturn:
-        """Report the first step, or a problem where it has another number of backward passes than expected.
-
-        Its roundoff, by which differences are judged, is that of the least precise dtype that was computed in.
-        """
+        """Report the first step with the roundoff of all dtypes seen, or unexpected backward passes."""
         # A script with placeholders may make several backward passes of each micro-step.
         how = self._source.interface.steps
         asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps
@@ -129,10 +123,7 @@ class LoopLook(Look):
 
 
 class _FirstStep:
-    """Sums losses and inputs of a training from now on up to its first update, and then calls ``finish`` with the step.
-
-    ``finish`` ends the process.
-    """
+    """Sums losses and inputs of a training from now on up to its first update; there ``finish`` ends the process."""
 
     def __init__(self, samples: int, finish: Callable[[FirstStep], NoReturn]) -> None:
         self._samples, self._finish = samples, finish

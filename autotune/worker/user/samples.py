@@ -120,10 +120,7 @@ def _each_length(dataset: Any, indices: Iterable[int]) -> Iterator[tuple[int, in
 
 
 def _stored_lengths(dataset: Any, column: str, indices: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the index and number of tokens of each sample, from a ``datasets.Dataset``'s ``column`` of ids or masks.
-
-    Whole blocks of rows are read as Arrow tables, which is faster than single samples.
-    """
+    """Yield index and tokens of each sample from blocks of a ``datasets.Dataset``'s ``column`` of ids or masks."""
     from autotune.worker.dataset.columns import real_counts, token_counts
 
     table, left = dataset.with_format("arrow"), iter(indices)
@@ -235,10 +232,7 @@ class SpreadSampler:
 
 
 def spread_loader(loader: Any, accumulation: int, **options: Any) -> None:
-    """Make a loader draw its samples by a ``SpreadSampler`` with these ``options``.
-
-    A loader with a batch sampler of the user's own, or without one, or with an unknown sampler is left as it is.
-    """
+    """Make a loader draw samples spread over the epoch, where torch's own samplers and batches are used."""
     batches = getattr(loader, "batch_sampler", None)
     if type(batches) is BatchSampler and can_spread(batches.sampler):
         batch_size = batches.batch_size

@@ -76,47 +76,45 @@ def is_within(path: str, folder: str) -> bool:
 
 
 def open_namespace() -> bool:
-    """Move this process to a new mount namespace, with a user namespace if needed; return whether it was needed.
+    """Move this process to a new mount namespace, in which it may mount without others seeing it.
 
-    The process must have a single thread. Raises ``OSError`` where the kernel allows neither.
+    Return whether this needed a user namespace, too. The process must have a single thread. Raises ``OSError`` where
+    the kernel allows neither.
     """
     user, group = os.geteuid(), os.getegid()
     try:
         _raise_on_error(_libc.unshare(_NEW_MOUNTS), "unshare")
-        is_user_space = False
+        has_user_namespace = False
     except PermissionError:
         _raise_on_error(_libc.unshare(_NEW_USERS | _NEW_MOUNTS), "unshare")
-        is_user_space = True
+        has_user_namespace = True
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
     # Else what is mounted here would be mounted for the machine, and this process would see what it mounts.
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
-    return is_user_space
+    return has_user_namespace
 
 
 def copy_namespace() -> None:
-    """Move this process to a copy of its parent's mount namespace."""
+    """Move this process to a copy of its parent's mount namespace, so that its mounts are its own."""
     _raise_on_error(_libc.unshare(_NEW_MOUNTS), "unshare")
 
 
 def join_namespace(pid: int) -> bool:
-    """Join the namespaces of another process, which has covered the file systems.
-
-    Return whether the other process has another user namespace.
-    """
-    is_user_space = False
+    """Join the namespaces of a process that has covered the file systems; return whether one is a user namespace."""
+    has_user_namespace = False
     for name, kind in (("user", _NEW_USERS), ("mnt", _NEW_MOUNTS)):
         theirs = f"/proc/{pid}/ns/{name}"
         if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{name}"):
-            continue
+            continue  # Both are in it already.
         fd = os.open(theirs, os.O_RDONLY)
         try:
             _raise_on_error(_libc.setns(fd, kind), f"setns {name}")
         finally:
             os.close(fd)
-        is_user_space |= name == "user"
-    return is_user_space
+        has_user_namespace |= name == "user"
+    return has_user_namespace
 
 
 def drop_capabilities() -> None:
@@ -138,12 +136,13 @@ class _Mounted:
 
 
 def _mounts() -> list[_Mounted]:
-    """Return the visible mounts, from the root down."""
+    """Return the mounts that are visible (not hidden by a later one at the same path), from the root down."""
     mounts = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as lines:
         for line in lines:
             left, _, right = line.partition(" - ")
             number, _, _, _, escaped, options, *_ = left.split(" ")
+            # Spaces and the like are written as three octal digits.
             path = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
             try:
                 fd = _open_path(path)
@@ -168,15 +167,18 @@ def _fd_path(fd: int) -> str:
 
 @dataclass
 class Cover:
-    """The layers of one run of the user's code, in a folder of the job."""
+    """The layers over the user's files in one run of their code. What the run writes goes to them.
+
+    Each is the upper folder of an overlayfs, in a folder of the job. File systems without a layer are read-only.
+    """
 
     layers: str
     """The folder of the job in which every run has its layers. It is hidden from the run."""
     outside: Sequence[str]
-    """Folders that are not covered."""
+    """Folders that are not covered, so that writes to them stay."""
     works_in: Sequence[str]
-    """Folders of the user's that must be covered, whoever owns those that they lie in."""
-    is_user_space: bool
+    """Folders of the user's that must be covered, whoever owns the folders above them."""
+    has_user_namespace: bool
     below: str | None = None
     """A folder with what an earlier run has written, which lies between the user's files and what is written now."""
     in_memory: bool = False
@@ -185,9 +187,11 @@ class Cover:
     """The folder with the layers of this run."""
     _mounts: list[_Mounted] = field(default_factory=list)
     _covered: list[str] = field(default_factory=list)
-    _points: list[str] = field(default_factory=list)
+    _uncoverable: list[str] = field(default_factory=list)
+    """In a user namespace: folders that no overlay above them may have below it, see ``_last_of_others``."""
     _run_fd: int = -1
     _new_root: str = ""
+    """The new tree of mounts, if one is built; else the mounts of the old tree are covered in place."""
 
     def lay(self, memory_bytes: int) -> None:
         """Cover all file systems by overlays, or make them read-only. Raises ``OSError`` where that fails.
@@ -198,27 +202,27 @@ class Cover:
         self.run = os.path.join(self.layers, str(os.getpid()))
         os.makedirs(self.run)
         self._mounts = _mounts()
-        self._points = [_last_of_others(path) for path in self.works_in] if self.is_user_space else []
-        passed = [(path, _open_path(path)) for path in self.outside if os.path.isdir(path)]
+        self._uncoverable = [_last_of_others(path) for path in self.works_in] if self.has_user_namespace else []
+        kept_open = [(path, _open_path(path)) for path in self.outside if os.path.isdir(path)]
         sockets = list(_sockets())
         try:
             self._choose_layer_storage(memory_bytes)
             os.mkdir(tree := os.path.join(self.run, "root"))
             # In a user name space, folders of others must lie on the way to a layer, not in it.
-            if not self.is_user_space and self._overlay("/", tree):
+            if not self.has_user_namespace and self._overlay("/", tree):
                 self._new_root = tree
             for mount in self._mounts:
                 self._cover_mount(mount)
             self._cover_shared_memory()
-            for path, fd in passed:
+            for path, fd in kept_open:
                 _mount(_fd_path(fd), self._new_root + path, None, _BIND | _RECURSIVE)
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
             self._bind_sockets(sockets)
             for mount in self._mounts if not self._new_root else ():
-                if not (self._stays(mount) or self.covers(mount.path)):
+                if not (self._is_left_alone(mount) or self.covers(mount.path)):
                     _set_read_only(mount.path)
         finally:
-            for fd in [self._run_fd, *(mount.fd for mount in self._mounts), *(fd for _, fd in passed + sockets)]:
+            for fd in [self._run_fd, *(mount.fd for mount in self._mounts), *(fd for _, fd in kept_open + sockets)]:
                 with contextlib.suppress(OSError):
                     os.close(fd)
         if self._new_root:
@@ -226,18 +230,18 @@ class Cover:
             os.chdir(self._new_root)
             _mount(".", "/", None, _MOVE)
             os.chroot(".")
-        # By its name once more: this process is still in the folder below the layer.
+        # Entered again by its name: this process is still in the user's folder, below the layer.
         os.chdir(cwd)
 
     def _cover_shared_memory(self) -> None:
-        """Cover the folders that somebody made in shared memory. What processes share lies beside them."""
+        """Cover the folders that somebody made in /dev/shm. What processes share lies beside them, uncovered."""
         with contextlib.suppress(OSError), os.scandir(SHARED_MEMORY) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
                     self._overlay(entry.path, self._new_root + entry.path)
 
     def _bind_sockets(self, sockets: Sequence[tuple[str, int]]) -> None:
-        """Bind sockets of other processes, read-only: an overlay would show others of the same name."""
+        """Bind sockets of other processes over their layers, read-only: in a layer they would reach nobody."""
         for path, fd in sockets:
             if self.covers(path):
                 with contextlib.suppress(OSError):
@@ -265,7 +269,7 @@ class Cover:
                 return
 
     def _overlay(self, path: str, target: str, fd: int | None = None) -> bool:
-        """Mount an overlay over a folder, optionally given as a file descriptor; return whether it worked."""
+        """Mount an overlay of the folder ``path``, or of its open ``fd``, at ``target``; return whether it worked."""
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         layer = f"{_fd_path(self._run_fd)}/{name}"
         # An overlay may use attributes of its own in the first user name space alone.
@@ -301,50 +305,54 @@ class Cover:
         return True
 
     def _cover_mount(self, mount: _Mounted) -> None:
-        """Cover a mount by an overlay, or else bind it read-only or cover its subfolders. Bind one that stays."""
+        """Cover a mount by an overlay, or else bind it read-only or cover its subfolders. Bind one left alone."""
         if mount.path == "/":
             if not self._new_root:
                 self._cover_entries("/")
             return
         target = self._new_root + mount.path
-        stays = self._stays(mount)
-        has_points = any(point != mount.path and is_within(point, mount.path) for point in self._points)
-        if not stays and mount.is_folder and not has_points and self._overlay(mount.path, target, mount.fd):
+        is_left_alone = self._is_left_alone(mount)
+        is_whole = mount.is_folder and not any(
+            folder != mount.path and is_within(folder, mount.path) for folder in self._uncoverable
+        )
+        if not is_left_alone and is_whole and self._overlay(mount.path, target, mount.fd):
             return
         if self._new_root or self.covers(mount.path):
             _mount(_fd_path(mount.fd), target, None, _BIND)
-            if not stays:
+            if not is_left_alone:
                 _set_read_only(target)
-        elif not stays and mount.is_folder:
+        elif not is_left_alone and mount.is_folder:
             self._cover_entries(mount.path)
 
-    def _stays(self, mount: _Mounted) -> bool:
+    def _is_left_alone(self, mount: _Mounted) -> bool:
         """Return whether a mount stays as it is: one of the kernel, one outside, or one already read-only."""
         folders = (*_KERNEL_FOLDERS, *self.outside)
         is_spared = mount.kind in _OF_KERNEL or any(is_within(mount.path, folder) for folder in folders)
         return is_spared or mount.is_read_only
 
     def _cover_entries(self, folder: str) -> None:
-        """Cover the subfolders of a folder that cannot be covered as a whole."""
+        """Cover the subfolders of a folder that cannot be covered as a whole; of very many only needed ones."""
         try:
             with os.scandir(folder) as entries:
-                names = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+                paths = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
         except OSError:
             return
         mounted = [mount.path for mount in self._mounts]
-        for path in names:
+        needed = (*self.works_in, *self._uncoverable)
+        for path in paths:
             if path in mounted:
                 continue
-            if any(point != path and is_within(point, path) for point in (*mounted, *self._points)):
+            if any(inner != path and is_within(inner, path) for inner in (*mounted, *self._uncoverable)):
                 self._cover_entries(path)
-            elif len(names) <= _MOST_ENTRIES or any(is_within(work, path) for work in (*self.works_in, *self._points)):
+            elif len(paths) <= _MOST_ENTRIES or any(is_within(inner, path) for inner in needed):
                 self._overlay(path, path)
 
 
 def _last_of_others(path: str) -> str:
     """Return the innermost folder of another owner or group on a path, or its topmost folder below the root.
 
-    A file of another owner or group cannot be copied to a layer in a user namespace, nor can a folder on its way.
+    In a user namespace such a folder cannot be copied to a layer, which a write to a file below it would need: an
+    overlay must begin at the folder or below it.
     """
     parents = [path, *(str(parent) for parent in Path(path).parents)][:-1]
     for parent in parents:
@@ -435,7 +443,7 @@ def restrict_writes(folders: Sequence[str]) -> None:
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
-    """Allow rights beneath a path, if it exists."""
+    """Add a rule to a Landlock ruleset that allows ``rights`` beneath a path, if it exists."""
     try:
         fd = _open_path(path)
     except FileNotFoundError:
@@ -451,7 +459,7 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 def refuse_attributes(folders: Sequence[str]) -> None:
     """Refuse truncation by name and changes of modes, times, owners and attributes outside these folders.
 
-    The hook sees calls from Python alone, in this process and its forks.
+    Landlock does not. An audit hook sees calls from Python alone, in this process and its forks.
     """
 
     def on_event(event: str, arguments: tuple[Any, ...]) -> None:
@@ -465,14 +473,17 @@ def refuse_attributes(folders: Sequence[str]) -> None:
     sys.addaudithook(on_event)
 
 
-def _paths(given: Any, folder: int) -> list[str]:
-    """Return the paths of an argument: a name, perhaps in an open folder, or an open file; a link's target too."""
+def _paths(given: Any, folder_fd: int) -> list[str]:
+    """Return the real paths of a call's first argument: of a link, both the link's and its target's.
+
+    ``given`` is a file descriptor, or a name in the open folder ``folder_fd`` (-1: in the working folder).
+    """
     try:
         if isinstance(given, int):
             return [os.readlink(f"/proc/self/fd/{given}")]
         path = os.fsdecode(given)
-        if folder >= 0:
-            path = os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
+        if folder_fd >= 0:
+            path = os.path.join(os.readlink(f"/proc/self/fd/{folder_fd}"), path)
     except OSError:
         return [str(given)]
     parent, name = os.path.split(os.path.abspath(path))

@@ -27,11 +27,7 @@ def intercept(on_train: Callable[[Any, Callable[[], Any]], NoReturn]) -> None:
 
 
 def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> NoReturn:
-    """Run the user's code until it trains, where the function given to ``intercept`` takes over.
-
-    Raises ``UserCodeError`` where the code ends without training, and whatever the code raises. A function that builds
-    a ``Trainer`` gets the fields of ``TrainingArguments`` in ``overrides``.
-    """
+    """Run the user's code until it trains, where ``intercept`` takes over. Raises an error if it never does."""
     if source.kind == "build":
         build_trainer(source, overrides).train()
         raise UserCodeError(f"the Trainer of {source.name} has a train method that never calls Trainer.train")
@@ -48,10 +44,7 @@ def run_source(source: TrainingSource, overrides: Document, output_dir: str) -> 
 
 
 def build_trainer(source: TrainingSource, overrides: Document) -> Any:
-    """Call the user's function with the ``overrides`` of its ``TrainingArguments``, and return its ``Trainer``.
-
-    Raises ``UserCodeError`` for any other result, or where the function trains.
-    """
+    """Call the user's function; return its ``Trainer``. Raises ``UserCodeError`` without one, or if it trains."""
 
     refusals: list[UserCodeError] = []
 
@@ -77,9 +70,6 @@ def build_trainer(source: TrainingSource, overrides: Document) -> Any:
             "return the Trainer, ready to train",
         )
     return trainer
-
-
-# Fields of its TrainingArguments
 
 
 # A trial reports to nobody, pushes nothing, evaluates nothing before its first step, and takes no smaller
@@ -123,10 +113,7 @@ class TrialFields(TrainerFields):
         before(Trainer, "__init__", self._take_arguments)
 
     def apply_again(self, arguments: Any) -> None:
-        """Set the fields and silence the Trainer again, as later code such as ``set_push_to_hub`` may change them.
-
-        A batch or accumulation that the code has set since is recorded as its own.
-        """
+        """Set the fields and silence the Trainer again; record a batch that the code has set since."""
         as_set = getattr(arguments, "_autotune_batch_as_set", None)
         if as_set is not None:
             own_pair = list(arguments._autotune_own_batch)

@@ -51,59 +51,60 @@ _PROBING_FAILED = "probing failed"
 
 
 def inspect(code: Code, finish: Finish, ranks: Ranks) -> NoReturn:
-    """Inspect the model that reaches ``Trainer.train``, as ``autotune.worker.facts.inspect`` does for model names.
+    """Find out what the ``Trainer`` trains with that reaches ``Trainer.train`` in the user's code, and report it.
 
     Memory is traced in another process, without a GPU, at the same time; not for several ranks.
     """
+    # Without arms (configurations without their batches) to trace.
     untraced = dataclasses.replace(code, work=dataclasses.replace(code.work, arms=None))
-    began = time.monotonic()
+    began_at = time.monotonic()
     tracing = _begin_tracing(code) if ranks.count == 1 else None
-    seen = _run(untraced, ranks)
-    if seen.may_have_collided and tracing is not None:
-        # One run after the other.
+    result = _run(untraced, ranks)
+    if result.may_have_collided and tracing is not None:
+        # Both processes run the user's code, which may allow only one at a time: run one after the other.
         tracing.end()
         tracing = None
-        seen = _run(untraced, ranks)
-        if seen.problem is None:
+        result = _run(untraced, ranks)
+        if result.problem is None:
             tracing = _begin_tracing(code)
-    if seen.failed_probing:
+    if result.failed_probing:
         # The probing batch may have caused the error. Run again with the user's own batch.
-        seen = _run(untraced, ranks, is_probing=False)
-    inspection = seen.inspection
+        result = _run(untraced, ranks, is_probing=False)
+    inspection = result.inspection
     if inspection is None:
-        finish(seen.answer)
+        finish(result.answer)
     model = inspection.model
     if tracing is not None and model is not None and model.interface.kind == "trainer":
-        memory = _memory_of(tracing, model, code.work, time.monotonic() - began)
+        memory = _memory_of(tracing, model, code.work, time.monotonic() - began_at)
         inspection = dataclasses.replace(inspection, model=with_memory(model, memory))
     if code.source.kind == "script":
         finish(inspection)
     # A function that builds a ``Trainer`` is called once more, to check whether it uses its arguments.
-    _Inspection(untraced, lambda seen: finish(seen.answer), is_probing=False).try_overrides(inspection)
+    _Inspection(untraced, lambda result: finish(result.answer), is_probing=False).try_overrides(inspection)
 
 
 def _run(code: Code, ranks: Ranks, *, is_probing: bool = True) -> _RunResult:
-    """Run the code in a fork and return its result: two models at once may be more than the device holds.
+    """Inspect the code in a fork, so that a further run has the whole device; return the result.
 
-    Code on several ranks may read its rank, or wait for the others. So all ranks run it equally often: probing has
-    failed where it failed on any rank. Another problem of a rank is its answer, after which the trial server ends the
-    other ranks.
+    ``is_probing``: with another batch than the user's. Code on several ranks may read its rank, or wait for the others.
+    So all ranks run it equally often: probing has failed where it failed on any rank. Another problem of a rank is its
+    answer, after which the trial server ends the other ranks.
     """
     process = ForkedRun(_RunResult, lambda send: _Inspection(code, send, is_probing=is_probing).describe(), stays=True)
     # A rank stops waiting once another has failed: its own run may wait for that rank forever.
-    seen = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
-    seen = seen or _RunResult(failed_probing=True)
-    if seen.failed_probing:
+    result = process.result_before(lambda: is_probing and ranks.was_announced(_PROBING_FAILED))
+    result = result or _RunResult(failed_probing=True)
+    if result.failed_probing:
         ranks.announce(_PROBING_FAILED)
-    elif seen.problem is not None and ranks.count > 1:
+    elif result.problem is not None and ranks.count > 1:
         # Its process stays until this one ends: an error of another rank about a closed connection would come first.
-        return seen
+        return result
     # No process ends before the others are done: they may still be connecting to it.
-    has_failed = any(ranks.gather(seen.failed_probing))
+    has_failed = any(ranks.gather(result.failed_probing))
     process.end()
     if ranks.count > 1:
         ranks.open_store_anew()
-    return dataclasses.replace(seen, failed_probing=has_failed)
+    return dataclasses.replace(result, failed_probing=has_failed)
 
 
 def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
@@ -119,32 +120,33 @@ def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
 
     def trace(send: Callable[[_RunResult], NoReturn]) -> NoReturn:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        # Two runs at a time may be more than the host holds. Then this one is the one to go.
+        # Two runs at a time may be more than the host's memory holds. Then the kernel is to kill this one.
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
         leave_large_weights_unset()
         work = dataclasses.replace(code.work, devices=RankDevices("cpu", code.work.devices.uuids))
         on_cpu = dataclasses.replace(code, work=work)
-        # As every arm has it that is traced: TRL asks for it when it decides how a loss is computed.
-        plain = {"use_liger_kernel": False}
-        _Inspection(on_cpu, send, is_probing=False, output_dir=output_dir, tuned=plain).describe()
+        # No traced arm uses Liger's kernels, and TRL asks for the field when it decides how a loss is computed.
+        fields = {"use_liger_kernel": False}
+        _Inspection(on_cpu, send, is_probing=False, output_dir=output_dir, tuned=fields).describe()
 
     return ForkedRun(_RunResult, trace)
 
 
 def _memory_of(tracing: ForkedRun[_RunResult], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
-    """Return the traced steps of a model, whose inspection took ``seconds``; wait for them a limited time."""
+    """Return the steps that ``tracing`` traced; wait for it, by the ``seconds`` that the inspection took."""
     assert work.arms is not None
     if model.interface.engine_share is not None:
         tracing.end()
         return Memory(unknown="vLLM generates in its process")
-    seen = tracing.result(min(work.arms.within_seconds - seconds, max(_LEAST_WAIT_SECONDS, 2 * seconds)))
-    if seen is None:
+    result = tracing.result(min(work.arms.within_seconds - seconds, max(_LEAST_WAIT_SECONDS, 2 * seconds)))
+    if result is None:
         return Memory(unknown="its process ended, or took too long")
-    if seen.inspection is None or seen.inspection.model is None:
-        return Memory(unknown=seen.problem.message if seen.problem is not None else "it did not train without a GPU")
-    found = seen.inspection.model
-    return Memory(found.memory, found.interface.memory_unknown)
+    if result.inspection is None or result.inspection.model is None:
+        problem = result.problem
+        return Memory(unknown=problem.message if problem is not None else "it did not train without a GPU")
+    traced_model = result.inspection.model
+    return Memory(traced_model.memory, traced_model.interface.memory_unknown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class _RunResult:
     inspection: Inspection | None = None
     problem: Problem | None = None
     failed_probing: bool = False
-    """Whether it raised an error of its own with another batch than the user's, or made its own of that."""
+    """Whether the code raised an error of its own with another batch than the user's, or set the batch again."""
     may_have_collided: bool = False
     """Whether it raised an error that two runs at a time may cause: by a port that the other one has, or by a file."""
 
@@ -208,27 +210,27 @@ class _Inspection:
             self._fail(error)
 
     def _facts_of(self, trainer: Any) -> ModelFacts:
-        """Return the facts of a ``Trainer`` that is about to train. Raises ``UserCodeError`` where it lacks fields."""
+        """Return the facts of a ``Trainer`` that is about to train. Raises ``UserCodeError`` if it ignores fields."""
         fields, args = self._fields, trainer.args
         fields.begin(trainer)
         # GRPO of TRL may generate with vLLM in this process. It makes ``num_generations`` completions of each prompt.
         # Where it generates once a step, the samples of a step must be a multiple of that.
-        is_here = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
-        step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        is_of_step = getattr(args, "generation_batch_size", None) == step
+        has_engine = getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "colocate"
+        step_samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        generates_once = getattr(args, "generation_batch_size", None) == step_samples
         interface = CodeInterface(
             "trainer",
             made_from="code" if fields.set_since.intersection(BATCH) else fields.made_from,
             place=fields.place,
-            engine_share=float(args.vllm_gpu_memory_utilization) if is_here else None,
-            samples_a_prompt=int(getattr(args, "num_generations", None) or 1) if is_of_step else 1,
+            engine_share=float(args.vllm_gpu_memory_utilization) if has_engine else None,
+            samples_a_prompt=int(getattr(args, "num_generations", None) or 1) if generates_once else 1,
             batch_matters=fields.why_batch_matters,
             packs=bool(getattr(args, "packing", False)),
         )
         model = _model_facts(trainer, interface, fields)
         fields.check(self._source, args, fields.tuned)
         if self._work.arms is None:
-            # Only levers are asked for. Last of all: looking for them changes the Trainer.
+            # Nothing is to be traced. Last of all: looking for obstacles to levers changes the Trainer.
             return dataclasses.replace(model, interface=_with_levers(trainer, interface))
         if interface.engine_share is None:
             # Memory of vLLM's engine cannot be traced.
@@ -236,7 +238,7 @@ class _Inspection:
         return model
 
     def try_overrides(self, found: Inspection) -> NoReturn:
-        """Build a ``Trainer`` with another batch than the user's own, and check that it has it."""
+        """Have the user's function build a ``Trainer`` with another batch; report ``found`` where it has this batch."""
         own = found.model.own if found.model is not None else None
         assert own is not None
         assert own.per_device_train_batch_size is not None
@@ -264,19 +266,19 @@ class _Inspection:
             keep_run()
         found = dataclasses.replace(self._environment, model=model)
         # Values that the code sets after its arguments are made may be derived from the probing batch.
-        makes_anew = self._fields.is_probing and bool(self._fields.set_since.intersection(BATCH))
-        self._finish(_RunResult(found, failed_probing=makes_anew))
+        sets_batch_anew = self._fields.is_probing and bool(self._fields.set_since.intersection(BATCH))
+        self._finish(_RunResult(found, failed_probing=sets_batch_anew))
 
     def _fail(self, error: BaseException) -> NoReturn:
-        is_own = isinstance(error, UserCodeError)
-        failed_probing = not is_own and self._fields.is_probing and bool(self._fields.tuned)
-        is_in_use = isinstance(error, OSError | torch.distributed.DistError)
-        may_have_collided = not is_own and is_in_use
+        """End the inspection with an error as the problem. Errors of the code itself may have causes of ours."""
+        is_judged = isinstance(error, UserCodeError)
+        failed_probing = not is_judged and self._fields.is_probing and bool(self._fields.tuned)
+        may_have_collided = not is_judged and isinstance(error, OSError | torch.distributed.DistError)
         self._finish(_RunResult(None, problem_of(error, self._source), failed_probing, may_have_collided))
 
 
 def _model_facts(trainer: Any, interface: CodeInterface, fields: TrialFields) -> ModelFacts:
-    """Return the model's facts and the training's own settings."""
+    """Return the facts of a ``Trainer``'s model, and the settings that the user's code gives the training itself."""
     model, args = trainer.model, trainer.args
     config = getattr(model, "config", None)
     batch, accumulation = own_batch(args)
@@ -300,6 +302,7 @@ def _model_facts(trainer: Any, interface: CodeInterface, fields: TrialFields) ->
         own=OwnSettings(arm, batch, accumulation),
         interface=interface,
         samples=length(getattr(trainer, "train_dataset", None)),
+        # Probing turns the arguments' checkpointing off: then the code itself makes the model recompute.
         always_checkpoints=recomputes and (fields.is_probing or not checkpointing),
         dataloader_num_workers=args.dataloader_num_workers,
     )
@@ -310,7 +313,7 @@ _MOST_BATCHES, _MOST_SECONDS = 8, 5.0
 
 
 def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
-    """Return an interface with the obstacles to levers, the sample lengths, and whether batch shapes vary."""
+    """Return an interface with obstacles to levers (settings to search), and the samples' lengths."""
     if generates(trainer.args):
         why = "its Trainer generates the samples that it trains on"
         return dataclasses.replace(interface, obstacles=dict.fromkeys(LOOKED_FOR, why))
@@ -320,10 +323,11 @@ def _with_levers(trainer: Any, interface: CodeInterface) -> CodeInterface:
         batches.append(batch)
         if len(batches) == _MOST_BATCHES or time.monotonic() - began > _MOST_SECONDS:
             break
-    ids = [getattr(batch.get("input_ids"), "shape", None) for batch in batches if isinstance(batch, Mapping)]
-    vary = len({shape[1:] for shape in ids if shape}) > 1 if any(ids) else None
+    shapes = [getattr(batch.get("input_ids"), "shape", None) for batch in batches if isinstance(batch, Mapping)]
+    vary = len({shape[1:] for shape in shapes if shape}) > 1 if any(shapes) else None
     lengths = lengths_of_trainer(trainer, batches)
     is_partly_read = lengths is not None and lengths.vary and sum(n for _, n in lengths.counts) < (lengths.samples or 0)
+    # A long run may need more memory than its first steps show.
     goes_on = trainer.eval_dataset is not None or trainer.args.dataloader_num_workers > 0 or is_partly_read
     return dataclasses.replace(
         interface, shapes_vary=vary, lengths=lengths, goes_on=goes_on, obstacles=obstacles(trainer, batches)

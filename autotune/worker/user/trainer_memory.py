@@ -69,7 +69,7 @@ def leave_large_weights_unset() -> None:
 
 
 class TrainerStep(Training):
-    """A step of a ``transformers.Trainer``."""
+    """A step of a ``transformers.Trainer``, to be traced on fake tensors (shapes without values)."""
 
     def __init__(self, trainer: Any) -> None:
         if prepares_inputs_itself(trainer):
@@ -82,9 +82,9 @@ class TrainerStep(Training):
         """What is traced; set before ``begin``."""
         # The reference keeps the real parameters alive: a fork has no CUDA to free them with.
         self._real = dict(self.model.named_parameters(remove_duplicate=False))
-        odd = next((type(p).__name__ for p in self._real.values() if type(p) is not torch.nn.Parameter), None)
-        if odd is not None:
-            raise NotTraceableError(f"its model has weights of type {odd}")
+        unknown_type = next((type(p).__name__ for p in self._real.values() if type(p) is not torch.nn.Parameter), None)
+        if unknown_type is not None:
+            raise NotTraceableError(f"its model has weights of type {unknown_type}")
 
     def begin(self, batch_size: int) -> torch.optim.Optimizer:
         """Set the arm's precision and checkpointing; return the optimizer over the fake parameters.
@@ -92,7 +92,7 @@ class TrainerStep(Training):
         It is the one that the ``Trainer`` was given, or the one that it makes for the arm.
         """
         for module in self.model.modules():
-            # Tensors that are neither parameters nor buffers may be on a GPU.
+            # Tensors that are neither parameters nor buffers may be on a GPU, which a fork cannot use.
             for name, value in list(vars(module).items()):
                 if isinstance(value, torch.Tensor):
                     vars(module)[name] = torch.empty(value.shape, dtype=value.dtype)
@@ -106,6 +106,7 @@ class TrainerStep(Training):
         compute_arguments_on_cpu(arguments)
         if trainer.optimizer is not None:
             return self._over_fake_parameters(trainer.optimizer)
+        # An enumeration in some versions, else text.
         kind = type(arguments.optim)
         arguments.optim = kind(self.arm.optim) if issubclass(kind, enum.Enum) else self.arm.optim
         return trainer.create_optimizer()  # type: ignore[no-any-return]
@@ -125,11 +126,11 @@ class TrainerStep(Training):
         then as large as the parameters together (``_default_to_fused_or_foreach`` in torch/optim/optimizer.py).
         """
         fakes = dict(self.model.named_parameters(remove_duplicate=False))
-        exchanged = {id(real): fakes[name] for name, real in self._real.items()}
+        fake_of = {id(real): fakes[name] for name, real in self._real.items()}
         for group in optimizer.param_groups:
             group["params"] = [
-                exchanged[id(each)]
-                if id(each) in exchanged
+                fake_of[id(each)]
+                if id(each) in fake_of
                 # One that belongs to no module of the model.
                 else torch.nn.Parameter(torch.empty(each.shape, dtype=each.dtype), each.requires_grad)
                 for each in group["params"]
@@ -156,9 +157,9 @@ def with_memory(model: ModelFacts, memory: Memory) -> ModelFacts:
 
 
 def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
-    """Return the packed trace of a step for each arm to search with different memory.
+    """Trace the memory of a step for each arm (configuration without its batch) to search, in forks.
 
-    fp16 takes as much memory as bf16, tf32 as much as fp32. Never raises.
+    fp16 takes as much memory as bf16, tf32 as much as fp32: only one of each is traced. Never raises.
     """
     wanted = work.arms
     assert model.own is not None
@@ -166,11 +167,11 @@ def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
     assert wanted.chip is not None
     own = model.own.arm
     optims = wanted.optims if wanted.optims and own.optim != OWN_OPTIM else (own.optim,)
-    halves = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in wanted.precisions)
+    precisions = dict.fromkeys("bf16" if name in ("bf16", "fp16") else "fp32" for name in wanted.precisions)
     arms = [
-        Arm(precision, checkpoints, own.attn_implementation, name)  # type: ignore[arg-type]
-        for name in optims
-        for precision in halves
+        Arm(precision, checkpoints, own.attn_implementation, optim)  # type: ignore[arg-type]
+        for optim in optims
+        for precision in precisions
         for checkpoints in wanted.checkpointing
     ]
     to_trace = [arm for arm in arms if is_traced(arm)]
@@ -190,7 +191,7 @@ def traced(work: InspectionWork, model: ModelFacts, trainer: Any) -> Memory:
 
 
 def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoReturn]) -> NoReturn:
-    """Trace the step in this forked process, and end it with the result."""
+    """Trace the memory of the step with an arm in this forked process, and end it with the result."""
     try:
         torch.set_num_threads(1)
         # Remove the wrappers of backward passes and optimizer steps: these judge a real training.
@@ -200,7 +201,7 @@ def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoR
         fold_logits_as_on_gpu()
         install_cuda_semantics(chip, padded=step.shapes.is_padded)
         step.arm = arm
-        around(torch.Tensor, "__iter__", _refuse_samples)
+        around(torch.Tensor, "__iter__", _refuse_sample_loops)
         trace, operations = trace_training(step, TRACED_BATCH, chip, padded=step.shapes.is_padded)
         answer = Memory((TracedStep(arm, packed(trace, TRACED_BATCH, operations)),))
     except BaseException as error:
@@ -208,10 +209,10 @@ def _trace(step: TrainerStep, arm: Arm, chip: Chip, send: Callable[[Memory], NoR
     send(answer)
 
 
-def _refuse_samples(iterate: Callable[[torch.Tensor], Any], values: torch.Tensor) -> Any:
-    """Refuse a loop over the samples of a batch: a trace does not show how often it runs at another batch.
+def _refuse_sample_loops(iterate: Callable[[torch.Tensor], Any], values: torch.Tensor) -> Any:
+    """Raise ``NotTraceableError`` for a loop over the samples of a batch; iterate over other tensors.
 
-    Some losses of TRL have such a loop without a GPU.
+    A trace does not show how often it runs at another batch. Some losses of TRL have such a loop without a GPU.
     """
     if values.numel() and values.ndim and len(values) % TRACED_BATCH == 0:
         raise NotTraceableError("its step goes over the samples of a batch one by one")
@@ -227,9 +228,6 @@ def why_not(error: BaseException) -> str:
     # For readers of the log.
     traceback.print_exception(error)
     return first_line(error)
-
-
-# The shapes of a training's largest batches, at any size, from its data and its collator
 
 
 # Number of samples read to find the largest one: about what a trial trains on.
@@ -264,7 +262,7 @@ class BatchShapes:
 
 
 def of_loader(loader: Any) -> BatchShapes:
-    """Return the shapes of the batches of a ``DataLoader``."""
+    """Return the shapes of a ``DataLoader``'s batches. Raises ``NotTraceableError`` where its data make the batches."""
     collate, dataset = getattr(loader, "collate_fn", None), getattr(loader, "dataset", None)
     if collate is None or dataset is None or getattr(loader, "batch_sampler", loader) is None:
         raise NotTraceableError("its batches are not made by a DataLoader from samples")
@@ -286,7 +284,7 @@ def _samples(dataset: Any) -> Iterator[Any]:
 
 
 def _size(value: Any) -> int:
-    """Return a rough size of a sample: its elements, words or pixels."""
+    """Return a rough size of a sample, by which the largest one is found: its elements, letters or pixels."""
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, Mapping):
@@ -303,7 +301,7 @@ def _size(value: Any) -> int:
 
 
 def _scaled(two: Any, three: Any, size: int) -> Any:
-    """Return a batch of ``size`` samples, extrapolated from batches of two and three samples."""
+    """Return a batch of ``size`` samples, or a part of it, extrapolated from those of two and three samples."""
     if isinstance(two, torch.Tensor):
         shape = [_scaled(a, b, size) for a, b in zip(two.shape, three.shape, strict=True)]
         return torch.zeros(shape, dtype=two.dtype)

@@ -41,10 +41,7 @@ class _WholeSteps(TrainerSteps):
         """Called with the training loader before the first step."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check the training loader and start the timer.
-
-        Raises ``UserCodeError`` where the data is too small for a whole step.
-        """
+        """Check the loader; start the timer. Raises ``UserCodeError`` without data for a whole step."""
         loader = kwargs.get("train_dataloader")
         samples = length(getattr(loader, "dataset", None))
         step_samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -117,10 +114,7 @@ class TrainerTrial(OwnTrial):
         run_source(self._source, self._wanted, output_dir)
 
     def _train_own(self, trainer: Any, train: Callable[[], Any]) -> NoReturn:
-        """Measure the training where the user's code calls ``Trainer.train``, and end the process with the outcome.
-
-        ``train`` is the Trainer's original method.
-        """
+        """Measure ``train``, the original of ``Trainer.train``, and end the process with the outcome."""
         # Until here, the guard ends the process at any training step.
         self._guard.lift()
         try:
@@ -134,10 +128,7 @@ class TrainerTrial(OwnTrial):
             self._end_after(error)
 
     def _check(self, trainer: Any) -> None:
-        """Raise an error where the arguments of the ``Trainer`` differ from the candidate, before it trains.
-
-        A ``UserCodeError`` is the code's doing; a ``RuntimeError`` for several visible GPUs is not.
-        """
+        """Raise an error where the ``Trainer``'s arguments or devices differ from the candidate's."""
         if trainer.args.n_gpu > 1:
             raise RuntimeError(f"{trainer.args.n_gpu} GPUs are visible to the trial; exactly one was expected")
         if trainer.args.world_size != self._ranks.count:
@@ -161,10 +152,7 @@ class TrainerTrial(OwnTrial):
             )
 
     def _check_begun(self, trainer: Any, loader: Any) -> None:
-        """Raise ``UserCodeError`` where a ``Trainer`` that begins to train differs from the candidate.
-
-        Also record whether its data makes the batches.
-        """
+        """Record whether the data makes the batches. Raise ``UserCodeError`` if settings differ."""
         self._has_ready_batches = batch_of(loader) is None and not generates(trainer.args)
         if self._is_unmodified:
             return
@@ -178,10 +166,7 @@ class TrainerTrial(OwnTrial):
             )
 
     def _record_batch(self, inputs: Any) -> None:
-        """Record the shapes of a batch for the timer. Where the data makes the batches, refuse one that is too large.
-
-        It is too large if even the smallest first dimension of its arrays exceeds the candidate's batch size.
-        """
+        """Tell the timer a batch. Refuse one larger than the candidate's, if the data makes them."""
         samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
         asked = self._candidate.per_device_train_batch_size
         if self._has_ready_batches and samples > asked:
@@ -229,10 +214,7 @@ class TrainerTrial(OwnTrial):
         return planned_run(self._source.interface.lengths, self._candidate, steps, epochs)
 
     def _spread_steps(self, trainer: Any, full_run: PlannedRun) -> None:
-        """Draw the trial's few steps from all over an epoch, so that they stand for it.
-
-        The warm-up steps have the longest samples. A sampler whose order may matter is left as it is.
-        """
+        """Draw the trial's few steps from all over an epoch, if samples may be reordered."""
         lengths = self._source.interface.lengths
         batch_size = trainer.args.train_batch_size
         step_samples = batch_size * trainer.args.gradient_accumulation_steps * self._ranks.count

@@ -80,10 +80,7 @@ class AccelerateOverlay(Overlay):
             _write_nothing(kind)
 
     def _wanted(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``given`` to an ``Accelerator`` with the candidate's settings in their place.
-
-        A given ``GradientAccumulationPlugin`` is changed in place. In a trial, nothing is logged.
-        """
+        """Return the arguments of ``Accelerator`` with the candidate's settings; a given plugin is changed in place."""
         changes, wanted = self._changes, dict[str, Any]()
         if changes.precision is not None:
             wanted["mixed_precision"] = ACCELERATE[changes.precision]
