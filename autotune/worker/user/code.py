@@ -237,7 +237,7 @@ def _last_error_line(start: int) -> str:
 
 
 def foreseen(error: BaseException, source: TrainingSource) -> BaseException:
-    """Return a ``UserCodeError`` with advice for a known error, else the error, cut to begin in the user's file."""
+    """Return a ``UserCodeError`` with advice for an error of known cause, else the error with a shorter traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != source.file:
         trace = trace.tb_next

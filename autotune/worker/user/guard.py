@@ -224,7 +224,7 @@ def _is_unguarded(environment: Mapping[Any, Any] | None) -> bool:
 
 
 def _advice_for(words: Sequence[str]) -> str:
-    """Return the advice to search the command ``words``, which the script starts, itself, without a launcher."""
+    """Return the advice to search what the script starts: the command ``words``, without its launcher."""
     from autotune.core.errors import InvalidRequestError
     from autotune.core.launch_command import without_launchers
 

@@ -196,6 +196,7 @@ class LoopInspection(Observer, Listener):
         source, model = self._code.source, next(iter(overlay.models), None)
         check_gradients(self._watch, source)
         is_option = "accumulation" in self._options.flags({}, {"accumulation": self._passes_in_step})
+        # What sets the accumulation, and its value. Without an option for it, the script itself does.
         by, accumulation = overlay.told_accumulation() or ("option" if is_option else "script", self._passes_in_step)
         batch, precision = batch_of(loader), overlay.precision(source.name)
         obstacle = None
@@ -216,7 +217,7 @@ class LoopInspection(Observer, Listener):
         }
         interface = CodeInterface(
             overlay.framework,
-            tuple(what for what, can in can_replace.items() if can),
+            tuple(setting for setting, can in can_replace.items() if can),
             accumulates_by=by,
             flags=self._options.flags(overlay.known_options, {"batch": batch, "accumulation": accumulation}),
             **overlay.interface(),

@@ -76,9 +76,9 @@ class LoopRehearsal(Rehearses, OwnTrial):
         watch.install(calls=False)
         return _NoSteps(self._source.name, accumulation, StepListener())
 
-    def _overlay_loader(self, batch: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
+    def _overlay_loader(self, batch_size: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
         """Set up the training loader; its length is that of the rehearsal's epoch, for loops that rely on it."""
-        super()._overlay_loader(batch, accumulation=accumulation)
+        super()._overlay_loader(batch_size, accumulation=accumulation)
 
         def rehearsed_length(length: Callable[..., int], loader: Any) -> int:
             own, is_trained_with = length(loader), key_of(loader) == self._source.interface.loader_key
@@ -127,7 +127,7 @@ class LoopParts(Parts, Listener):
         """The dataset of the latest batch before the first update."""
         self._other_data: list[Any] = []
         """Other datasets in this step. A dataset that comes in two successive steps is trained with, too."""
-        self._other_data_before: list[Any] = []
+        self._data_before: list[Any] = []
         """Other datasets in the step before."""
         self._make_longest: Callable[[], Any] | None = None
         self._longest = LongestBatch(0, 0, None, fits=False, read=0, of=0)
@@ -154,7 +154,7 @@ class LoopParts(Parts, Listener):
         """Batches of the whole validation; ``None`` where its loader has no length."""
 
     def end_after(self, why: str, *, is_out_of_memory: bool) -> NoReturn:
-        """End after an error ``why``. Out of memory, the part under way does not fit; else it is unknown."""
+        """End after an error: the part under way does not fit (out of memory), or is unknown (``why``)."""
         if self._validation_data is not None:
             if not is_out_of_memory:
                 self._unknown.append(f"the validation: {why}")
@@ -191,14 +191,13 @@ class LoopParts(Parts, Listener):
                 # Without an incomplete step the batch for it is left out. Lightning was told to expect that batch.
                 self._last_batch -= 1
         if self._trained_batches <= self._plain_batches:
-            self._training_data += [
-                data for data in self._other_data if any(data is each for each in self._other_data_before)
-            ]
-            self._other_data, self._other_data_before = [], self._other_data
+            self._training_data += [data for data in self._other_data if any(data is one for one in self._data_before)]
+            self._other_data, self._data_before = [], self._other_data
 
     def next_batch(self, load: Callable[[Any], Any], batches: Any, data: Any) -> Any:
         """Return a batch in place of a loader's own next one, ``load(batches)``; ``data`` is its dataset."""
         if not self._training_data:
+            # Before the first update nobody knows which data is trained with: the latest is taken for it.
             if self._latest_data is None:
                 self._begin()
             self._trained_batches = self._trained_batches + 1 if data is self._latest_data else 1
@@ -212,6 +211,7 @@ class LoopParts(Parts, Listener):
                 self.end()
             return self._training_batch(load, batches, data)
         if not self._is_epoch_over and self._trained_batches <= self._plain_batches:
+            # Perhaps trained with, too: see ``optimizer_ends``.
             self._other_data.append(data)
             return load(batches)
         if not self._is_epoch_over:

@@ -66,7 +66,7 @@ class LoopSteps(StepMarks):
         on_loader: Callable[[Any], None] = lambda _: None,
         on_batch: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """Divide a loop for ``listener``. ``on_loader`` and then ``on_begin`` are called before a batch."""
+        """Divide a loop into steps; call ``on_loader`` with its loader, then ``on_begin`` before the first batch."""
         super().__init__(name, listener)
         self._on_begin, self._on_loader = on_begin, on_loader
         self._on_batch = on_batch

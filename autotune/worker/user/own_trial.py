@@ -131,7 +131,8 @@ class OwnTrial(Trial):
         return timer
 
     def _warm_up_loading(self, workers: int, prefetch: int | None) -> None:
-        """Add warm-up steps for the batches (``prefetch`` each) that ``workers`` have loaded by then."""
+        """Add warm-up steps for the batches that ``workers`` processes have prefetched before the first step."""
+        # A step on these batches waits less for data than later ones do.
         ahead = None if prefetch is None else min(prefetch, MOST_PREFETCHED)
         arm = dataclasses.replace(self._candidate.arm, dataloader_num_workers=workers, dataloader_prefetch_factor=ahead)
         more_steps = prefetched_steps(dataclasses.replace(self._candidate, arm=arm), self._effort)
@@ -267,7 +268,7 @@ class OwnTrial(Trial):
         self._effort = dataclasses.replace(self._effort, max_micro_steps=self._candidate.gradient_accumulation_steps)
 
     def _overlay_loader(self, batch_size: int | None, *, least_batches: int = 0, accumulation: int = 1) -> None:
-        """Change the training loader: ``batch_size`` if given, workers, and samples of the whole epoch."""
+        """Have the training loader made with ``batch_size`` (if any), the candidate's workers and spread samples."""
         arm, key = self._candidate.arm, self._source.interface.loader_key
         # 0 leaves the script's own workers.
         workers = 0 if self._is_unmodified else arm.dataloader_num_workers

@@ -107,7 +107,7 @@ class PlaceholderSteps(StepMarks):
         super().backward_begins(tensors)
 
     def backward_ends(self) -> None:
-        """Count the pass; report the end of a micro-step but the last. Refuse too many without a step."""
+        """Count the pass. Report the end of a micro-step but the last; refuse too many passes without a step."""
         self._passes += 1
         passes = self._passes - self._how.passes_once
         if passes > 0 and passes % self._how.passes == 0 and self._passes < self._wanted_passes:
@@ -129,7 +129,7 @@ class PlaceholderSteps(StepMarks):
             self._end_step()
 
     def _end_step(self) -> None:
-        """Report a step with the requested passes and samples; drop any other. Refuse too many of those."""
+        """Report a step with the requested passes and samples, drop any other, and refuse too many others."""
         assert self._marks is not None
         marks, passes, rows = self._marks, self._passes, self._rows
         self._marks = None
@@ -168,7 +168,7 @@ class PlaceholderSteps(StepMarks):
 
 
 def set_variables(named: tuple[tuple[str, str], ...], values: dict[str, str]) -> None:
-    """Set variables of a command line (``named``) to their filled ``values``; remove those left unfilled."""
+    """Set the environment variables ``named`` on a command line to their filled ``values``; remove unfilled ones."""
     for name, text in named:
         if name in values:
             os.environ[name] = values[name]
@@ -324,9 +324,7 @@ class ScriptWatch(Listener):
         self._watch.watch_checkpoints()
         self._watch.watch_updates_by_hand()
         self._loading = LoaderWait()
-        after(
-            torch.optim.Optimizer, "__init__", lambda _, optimizer, *__, **___: self._made_optimizers.append(optimizer)
-        )
+        after(torch.optim.Optimizer, "__init__", lambda _, made, *__, **___: self._made_optimizers.append(made))
         self._watch.listener = self
         self._watch.install()
 

@@ -90,7 +90,7 @@ class Protected:
         return [*self._outside, sandbox.SHARED_MEMORY]
 
     def begin(self) -> None:
-        """Lay layers over the user's files for a run of their code; only once, and not with Landlock."""
+        """Lay layers over the user's files for a run of their code, unless this is done, or Landlock is used."""
         if self._is_covered or not self._has_mount_namespace:
             return
         self._is_covered = True
@@ -137,7 +137,7 @@ class Protected:
         return _READ_ONLY if not is_writable and os.access(existing, os.W_OK) else None
 
     def keep(self) -> None:
-        """Note the folder of what this run has written for ``take_kept``. Layers in memory are lost."""
+        """Have ``take_kept`` keep the files that this run has written. Layers in memory are lost."""
         if self._cover is not None and not self._cover.in_memory:
             Path(self._scratch.kept_file).write_text(self._cover.run, encoding="utf-8")
 
@@ -204,7 +204,7 @@ class Room:
 
 
 def take_kept(scratch: Scratch, layer: str) -> None:
-    """Move the files that a finished job has kept, if any, to ``layer``, a folder below later jobs' layers."""
+    """Move the files that a finished job has kept, if any, to ``layer``, which lies below later jobs' layers."""
     try:
         run_folder = Path(scratch.kept_file).read_text(encoding="utf-8")
         names = os.listdir(run_folder)

@@ -179,7 +179,7 @@ class TrainerRehearsal(Rehearses, TrainerTrial):
         super().run_code(output_dir)
 
     def _prepare(self, trainer: Any) -> None:
-        """Apply the candidate's levers, and add the callback that runs the parts after some steps."""
+        """Apply the candidate's settings, and add the callback that runs the parts after some steps."""
         if generates(trainer.args):
             raise UserCodeError("what it trains on is generated anew in each run")
         self._apply(trainer)
@@ -232,6 +232,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         return [of_rank for _, of_rank in gathered]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the memory before any process that loads data is started, and keep the training loader."""
         self._process_memory.first_bytes = self._process_memory.read(always=True)
         self._loader = kwargs.get("train_dataloader")
         self._meter.reset_peaks()
@@ -260,7 +261,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         self._begin_saving(args, control)
 
     def _begin_saving(self, args: Any, control: Any) -> None:
-        """Have a checkpoint written, or end with computed memory for one that is too large here."""
+        """Have a checkpoint written. End the process where it is too large for that, with its memory computed."""
         free_bytes = min(self._of_ranks("the disk", shutil.disk_usage(args.output_dir).free))
         if self._saved_bytes() > min(_MOST_SAVED_BYTES, free_bytes // 4):
             computed = self._computed_saving()
@@ -282,6 +283,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         except Exception as error:
             self._unknown.append(f"{name}: {first_line(error)}")
         finally:
+            # Whatever the part left behind must not add to the next one.
             with contextlib.suppress(Exception):
                 self._trainer.model.zero_grad(set_to_none=True)
                 self._trainer.model.train()
@@ -344,7 +346,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         if samples == 0:
             return None
         batch = args.per_device_eval_batch_size
-        whole, run = self._whole(data, samples, batch, args.eval_accumulation_steps)
+        whole, run = self._whole_evaluation(data, samples, batch, args.eval_accumulation_steps)
         left_bytes, fits = self._left_bytes or 0, self._does_fit(whole)
         settings, with_settings = ({}, None) if fits else self._settings_that_fit(data, samples, whole)
         named = self.is_of_named_model
@@ -364,7 +366,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         while batch > 1 and (whole is None or whole.device_bytes - whole.kept_bytes > limit_bytes):
             batch //= 2
             settings["per_device_eval_batch_size"] = batch
-            whole, _ = self._whole(data, samples, batch, flushed_after)
+            whole, _ = self._whole_evaluation(data, samples, batch, flushed_after)
         if not self._does_fit(whole) and whole is not None and whole.kept_bytes and not self._is_on_cpu:
             batches = -(-(samples or batch) // (batch * self._world))
             free_bytes = limit_bytes - (whole.device_bytes - whole.kept_bytes)
@@ -372,7 +374,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
             fewer = max(1, int(batches * free_bytes / whole.kept_bytes / 2))
             if fewer != flushed_after:
                 settings["eval_accumulation_steps"] = fewer
-            whole, _ = self._whole(data, samples, batch, fewer)
+            whole, _ = self._whole_evaluation(data, samples, batch, fewer)
         return (settings, whole) if settings and self._does_fit(whole) else ({}, None)
 
     @property
@@ -380,7 +382,9 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         """Number of ranks among which samples are divided."""
         return max(1, int(self._trainer.args.world_size))
 
-    def _whole(self, data: Any, samples: int | None, batch: int, flushed_after: int | None) -> tuple[Whole | None, int]:
+    def _whole_evaluation(
+        self, data: Any, samples: int | None, batch: int, flushed_after: int | None
+    ) -> tuple[Whole | None, int]:
         """Return the whole evaluation with these settings, and the most batches run; ``None`` if out of memory.
 
         It is extrapolated from parts of the evaluation, each of twice as many batches as the one before.
@@ -394,7 +398,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
             first = self._longest_samples(data, samples)[:batch]
             while not parts or self._runs_more_than(parts[-1], batches):
                 count = 2 * parts[-1].batches if parts else 1
-                parts.append(self._part(data, first, min(count, batches), batch))
+                parts.append(self._evaluate_part(data, first, min(count, batches), batch))
         except Exception as error:
             if not is_out_of_memory(error, 1.0):
                 raise
@@ -421,8 +425,8 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
         is_in_time = part.batches < LARGE_PART // self._world and 2 * part.seconds <= self._work.seconds / 2
         return part.batches < batches and (is_in_time or part.batches < _FEWEST_BATCHES)
 
-    def _part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
-        """Evaluate some batches, the samples ``first`` first. Once, record the memory left behind."""
+    def _evaluate_part(self, data: Any, first: Sequence[int], batches: int, batch: int) -> Part:
+        """Evaluate ``batches``, beginning with the samples ``first``. The first time, record the memory left behind."""
         self._reset()
         before = self._meter.allocated_bytes()
         began_at = time.perf_counter()
@@ -514,6 +518,7 @@ class _ProcessMemory:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]
         if len(processes) == self.processes == 1 and self.readings:
+            # Of a training without other processes only the first reading counts.
             return 0
         total = sum(map(_own_bytes, processes)) - self._start_bytes
         self.processes = max(self.processes, len(processes))
@@ -545,7 +550,7 @@ def all_over(samples: int) -> Iterator[int]:
 
 
 def part_of(data: Any, first: Sequence[int], count: int) -> Any:
-    """Return a dataset of ``count`` samples of ``data``, beginning with ``first`` (indices); of a stream the beginning."""
+    """Return a dataset of ``count`` samples of ``data``, the indices ``first`` in front; of a stream the beginning."""
     samples = length(data)
     if samples is None or not hasattr(data, "__getitem__"):
         return data.take(count) if hasattr(data, "take") else _Stream(data, count)

@@ -45,6 +45,7 @@ class Look(OwnTrial):
     """A trial that ends with its first step and reports its loss and gradients, by which trainings are compared."""
 
     def __init__(self, workload: Workload, look: LookWork, *args: Any) -> None:
+        """Set up a trial of the one candidate of ``look`` that runs all micro-steps."""
         (candidate,) = look.candidates
         effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
         trial = TrialWork(candidate, look.devices, look.cap_bytes, effort, look.seed, look.unmodified)
@@ -111,7 +112,7 @@ class LoopLook(Look):
         return super()._make_checks()
 
     def _report(self, step: FirstStep) -> NoReturn:
-        """Report the first step with the roundoff of all dtypes seen, or unexpected backward passes."""
+        """Report the first step, with the largest roundoff of the dtypes seen, or a problem with its passes."""
         # A script with placeholders may make several backward passes of each micro-step.
         how = self._source.interface.steps
         asked = how.passes_once + how.passes * self._candidate.gradient_accumulation_steps

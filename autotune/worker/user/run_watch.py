@@ -99,9 +99,8 @@ class RunWatch:
             f"{format_rate(speed)} samples/s, where {format_rate(promised)} were promised, at least {format_rate(low)}"
         )
         self._report_once("speed", step, slow if speed < low else None)
-        self._report_once(
-            "data", step, f"{wait:.0%} of the time is spent waiting for data" if wait > _LONG_WAIT else None
-        )
+        waiting = f"{wait:.0%} of the time is spent waiting for data"
+        self._report_once("data", step, waiting if wait > _LONG_WAIT else None)
         if self.is_on_cuda:
             uuid = getattr(torch.cuda.get_device_properties(self._device), "uuid", None)
             condition = current_session().condition(f"GPU-{uuid}") if uuid is not None else None
@@ -301,10 +300,8 @@ class LoopWatch:
             self._steps_with.update(loaded.keys())
             self._training_data |= loaded
         if self._steps == _WARM_STEPS:
-            counts = self._steps_with
-            self._training_data = {
-                key: data for key, data in self._training_data.items() if 2 * counts[key] > _WARM_STEPS
-            }
+            data, counts = self._training_data, self._steps_with
+            self._training_data = {key: data[key] for key in data if 2 * counts[key] > _WARM_STEPS}
         self._new_data_steps = self._new_data_steps + 1 if loaded.keys() - self._training_data.keys() else 0
         if self._new_data_steps == _STEPS_WITH_NEW_DATA:
             # For example, a script may make a new dataset object in each epoch.

@@ -77,10 +77,8 @@ def lengths_of_loader(loader: Any) -> SampleLengths | None:
         return None
     draw = random.Random(0)
     try:
-        batches = [
-            loader.collate_fn([dataset[draw.randrange(len(dataset))] for _ in range(batch_size)])
-            for _ in range(_COLLATED)
-        ]
+        indices = [[draw.randrange(len(dataset)) for _ in range(batch_size)] for _ in range(_COLLATED)]
+        batches = [loader.collate_fn([dataset[index] for index in some]) for some in indices]
     except Exception:
         # Whatever their data and collator may raise.
         return None

@@ -54,12 +54,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _raise_on_error(result: int, what: str) -> None:
+    """Raise ``OSError`` with the error of the last call of libc, named ``what``, if its result says so."""
     if result == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """Call mount(2) with a file system of this kind. Raises ``OSError``."""
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
     data = None if options is None else os.fsencode(options)
     _raise_on_error(_libc.mount(*texts, ctypes.c_ulong(flags), data), f"mount {kind or flags} on {target}")
@@ -91,7 +93,7 @@ def open_namespace() -> bool:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
                 file.write(text)
-    # Else what is mounted here would be mounted for the machine, and this process would see what it mounts.
+    # Else mounts made here would appear in the whole machine, and the machine's later ones here.
     _mount(None, "/", None, _RECURSIVE | _PRIVATE)
     return has_user_namespace
 
@@ -148,13 +150,13 @@ def _mounts() -> list[_Mounted]:
                 fd = _open_path(path)
             except OSError:
                 continue
-            with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as found:
-                seen = next(line.split()[1] for line in found if line.startswith("mnt_id:"))
+            with open(f"/proc/self/fdinfo/{fd}", encoding="utf-8") as fd_info:
+                found_number = next(line.split()[1] for line in fd_info if line.startswith("mnt_id:"))
             try:
                 is_folder = stat.S_ISDIR(os.fstat(fd).st_mode)
             except OSError:
-                seen = ""  # One of FUSE shuts out all but the user who mounted it, root too.
-            if seen != number:
+                found_number = ""  # One of FUSE shuts out all but the user who mounted it, root too.
+            if found_number != number:
                 os.close(fd)
                 continue
             mounts.append(_Mounted(path, fd, right.split(" ")[0], "ro" in options.split(","), is_folder))
@@ -216,8 +218,10 @@ class Cover:
             self._cover_shared_memory()
             for path, fd in kept_open:
                 _mount(_fd_path(fd), self._new_root + path, None, _BIND | _RECURSIVE)
+            # Hides the layers themselves.
             _mount("none", self._new_root + self.layers, "tmpfs", 0, "size=4k,mode=755")
             self._bind_sockets(sockets)
+            # In a new tree, what is not covered is read-only already.
             for mount in self._mounts if not self._new_root else ():
                 if not (self._is_left_alone(mount) or self.covers(mount.path)):
                     _set_read_only(mount.path)
@@ -272,8 +276,8 @@ class Cover:
         """Mount an overlay of the folder ``path``, or of its open ``fd``, at ``target``; return whether it worked."""
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         layer = f"{_fd_path(self._run_fd)}/{name}"
-        # An overlay may use attributes of its own in the first user name space alone.
-        own = "" if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"] else ",userxattr"
+        # Only in the machine's first user namespace may an overlay use trusted attributes; elsewhere the user's.
+        attributes = "" if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"] else ",userxattr"
         with contextlib.ExitStack() as stack:
 
             def opened(folder: str) -> str:
@@ -291,14 +295,13 @@ class Cover:
                         os.makedirs(os.path.join(layer, part))
                     # The folder may lie within the files below it, which no two layers may. As a file system of its
                     # own it does not. What was deleted is there again: the code deletes it again.
-                    _mount(
-                        "overlay", f"{layer}/kept", "overlay", _READ_ONLY, f"lowerdir={opened(kept)}:{layer}/empty{own}"
-                    )
+                    lowers = f"lowerdir={opened(kept)}:{layer}/empty"
+                    _mount("overlay", f"{layer}/kept", "overlay", _READ_ONLY, lowers + attributes)
                     stack.callback(_libc.umount2, os.fsencode(f"{layer}/kept"), _DETACH)  # An overlay holds it.
                     lower = f"{opened(f'{layer}/kept')}:{lower}"
                 # By file descriptors, since names may have commas and colons.
                 options = f"lowerdir={lower},upperdir={layer}/upper,workdir={layer}/work"
-                _mount("overlay", target, "overlay", 0, options + own)
+                _mount("overlay", target, "overlay", 0, options + attributes)
             except OSError:
                 return False
         self._covered.append(path)
@@ -312,10 +315,8 @@ class Cover:
             return
         target = self._new_root + mount.path
         is_left_alone = self._is_left_alone(mount)
-        is_whole = mount.is_folder and not any(
-            folder != mount.path and is_within(folder, mount.path) for folder in self._uncoverable
-        )
-        if not is_left_alone and is_whole and self._overlay(mount.path, target, mount.fd):
+        is_whole = not any(folder != mount.path and is_within(folder, mount.path) for folder in self._uncoverable)
+        if not is_left_alone and mount.is_folder and is_whole and self._overlay(mount.path, target, mount.fd):
             return
         if self._new_root or self.covers(mount.path):
             _mount(_fd_path(mount.fd), target, None, _BIND)

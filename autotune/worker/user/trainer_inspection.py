@@ -134,7 +134,7 @@ def _begin_tracing(code: Code) -> ForkedRun[_RunResult] | None:
 
 
 def _memory_of(tracing: ForkedRun[_RunResult], model: ModelFacts, work: InspectionWork, seconds: float) -> Memory:
-    """Return the steps that ``tracing`` traced; wait for it, by the ``seconds`` that the inspection took."""
+    """Return the steps traced by ``tracing``. How long it waits depends on the ``seconds`` of the inspection."""
     assert work.arms is not None
     if model.interface.engine_share is not None:
         tracing.end()
@@ -270,10 +270,11 @@ class _Inspection:
         self._finish(_RunResult(found, failed_probing=sets_batch_anew))
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """End the inspection with an error as the problem. Errors of the code itself may have causes of ours."""
-        is_judged = isinstance(error, UserCodeError)
-        failed_probing = not is_judged and self._fields.is_probing and bool(self._fields.tuned)
-        may_have_collided = not is_judged and isinstance(error, OSError | torch.distributed.DistError)
+        """End the inspection with an error as its problem."""
+        # An error that the code itself raised may come from the probing batch, or from the second run beside this one.
+        is_of_code = not isinstance(error, UserCodeError)
+        failed_probing = is_of_code and self._fields.is_probing and bool(self._fields.tuned)
+        may_have_collided = is_of_code and isinstance(error, OSError | torch.distributed.DistError)
         self._finish(_RunResult(None, problem_of(error, self._source), failed_probing, may_have_collided))
 
 

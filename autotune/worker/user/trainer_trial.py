@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from autotune.core.candidate import Document
 from autotune.core.lengths import PlannedRun
-from autotune.core.outcome import Completed, Failed, Measurement
+from autotune.core.outcome import Failed, Measurement
 from autotune.space.arms import applied_settings
 from autotune.space.training_arguments import training_arguments
 from autotune.training import apply
@@ -152,7 +152,7 @@ class TrainerTrial(OwnTrial):
             )
 
     def _check_begun(self, trainer: Any, loader: Any) -> None:
-        """Record whether the data makes the batches. Raise ``UserCodeError`` if settings differ."""
+        """Check a ``Trainer`` that begins to train, and its loader. Raises ``UserCodeError`` for other settings."""
         self._has_ready_batches = batch_of(loader) is None and not generates(trainer.args)
         if self._is_unmodified:
             return
@@ -166,7 +166,8 @@ class TrainerTrial(OwnTrial):
             )
 
     def _record_batch(self, inputs: Any) -> None:
-        """Tell the timer a batch. Refuse one larger than the candidate's, if the data makes them."""
+        """Record a batch for the timer. Where the data makes the batches, refuse one larger than the candidate's."""
+        # The smallest first dimension: some arrays may have more rows than samples.
         samples = min((int(array.shape[0]) for array in arrays_in(inputs) if array.shape), default=0)
         asked = self._candidate.per_device_train_batch_size
         if self._has_ready_batches and samples > asked:
@@ -195,9 +196,7 @@ class TrainerTrial(OwnTrial):
             self._run_all_micro_steps()
         args = trainer.args
         self._warm_up_loading(args.dataloader_num_workers, args.dataloader_prefetch_factor)
-        self._timer = self._make_timer(
-            lambda measured: self._end(self._outcome_of(measured, trainer, loss_watch)), run=full_run
-        )
+        self._timer = self._make_timer(functools.partial(self._end_trained, trainer, loss_watch), run=full_run)
         self._inputs = LeftOutInputs(trainer, self._candidate.gradient_accumulation_steps, self._record_batch)
         trainer.add_callback(_WholeSteps(self._timer, functools.partial(self._check_begun, trainer)))
         args.max_steps = _SPARE_STEPS * (self._effort.warmup_steps + self._effort.max_steps)
@@ -235,8 +234,8 @@ class TrainerTrial(OwnTrial):
 
         change_train_sampler(trainer, spread)
 
-    def _outcome_of(self, measured: Measurement, trainer: Any, loss_watch: LossWatch) -> Completed | Failed:
-        """Return the outcome of a trial from its finished measurement; a failure where the loss is not finite."""
+    def _end_trained(self, trainer: Any, loss_watch: LossWatch, measured: Measurement) -> NoReturn:
+        """End the process with a finished measurement, or with a failure where a loss was not finite."""
         if (problem := loss_watch.problem()) is not None:
-            return Failed("non_finite", problem, during="train")
-        return self._completed(measured, mean_train_loss(trainer), trainer)
+            self._end(Failed("non_finite", problem, during="train"))
+        self._end(self._completed(measured, mean_train_loss(trainer), trainer))

@@ -50,6 +50,7 @@ class AccelerateOverlay(Overlay):
             set_options({"num_train_epochs": _MANY, "max_train_steps": _MANY})
 
     def _wrap(self, module: ModuleType) -> None:
+        """Wrap ``Accelerator`` for its settings, models and accumulation, and the loaders that it prepares."""
         from autotune.worker.user.loader_overlay import copy_key, line_of_maker
 
         kind: Any = module.Accelerator
