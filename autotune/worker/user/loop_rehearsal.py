@@ -126,7 +126,7 @@ class LoopParts(Parts, Listener):
         self._latest_data: Any = None
         """The dataset of the latest batch before the first update."""
         self._other_data: list[Any] = []
-        """Other datasets in this step. A dataset that comes in two successive steps is trained with, too."""
+        """Other datasets in this step."""
         self._data_before: list[Any] = []
         """Other datasets in the step before."""
         self._make_longest: Callable[[], Any] | None = None
@@ -191,6 +191,7 @@ class LoopParts(Parts, Listener):
                 # Without an incomplete step the batch for it is left out. Lightning was told to expect that batch.
                 self._last_batch -= 1
         if self._trained_batches <= self._plain_batches:
+            # A dataset that comes in two successive steps is trained with, too.
             self._training_data += [data for data in self._other_data if any(data is one for one in self._data_before)]
             self._other_data, self._data_before = [], self._other_data
 

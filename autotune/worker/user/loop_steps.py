@@ -143,7 +143,7 @@ class LoopSteps(StepMarks):
 
     @contextlib.contextmanager
     def micro_step(self) -> Iterator[None]:
-        """Treat the block as a micro-step."""
+        """Treat the block as a micro-step: ``with autotune.step():`` in a loop without ``autotune.steps``."""
         with self._opened("uses autotune.step within autotune.steps or itself", "use one of them, once for each batch"):
             self.micro_step_begins(0.0, None)
             yield

@@ -62,7 +62,7 @@ class OwnTrial(Trial):
         finish: Callable[[Any], NoReturn],
         ranks: Ranks | None = None,
     ) -> None:
-        """``finish`` sends the outcome, or what a subclass finds in its place, and ends the process."""
+        """Set up a trial. ``finish`` sends its outcome, or what a subclass finds instead, and ends the process."""
         super().__init__(workload, work, scratch, send, ranks)
         assert self._workload.source is not None
         self._source = self._workload.source

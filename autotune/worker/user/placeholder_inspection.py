@@ -65,7 +65,7 @@ def inspect(code: Code, finish: Finish) -> NoReturn:
 
 
 class _ScriptInspector:
-    """Runs one script with several sets of values, and compares the runs."""
+    """Runs one script with several sets of values for its placeholders, and compares the runs."""
 
     def __init__(self, code: Code) -> None:
         self._source, self._scratch = code.source, code.scratch
@@ -111,8 +111,9 @@ class _ScriptInspector:
         return self._facts(own_run, site, first, second)
 
     def _two_value_sets(self, batches: tuple[int, int], own_run: ScriptRun | None) -> tuple[Candidate, Candidate]:
-        """Return two sets of values with as many samples in a step, which differ in all that placeholders can set."""
+        """Return two sets of values with equally many samples in a step, which differ in all that can be set."""
         if own_run is not None and "batch" not in self._template.names:
+            # The script decides the batch itself.
             _, rows = _first_dimension(own_run)
             batches = (rows, rows)
         precision, *others = self._template.precisions or ("fp32", "bf16")

@@ -1,4 +1,4 @@
-"""Watch the steps of a script with placeholders: up to its second one before a search, and timed in a trial.
+"""Watch the steps of a script with placeholders (``{batch}``): the first two before a search, timed in a trial.
 
 In a trial a step goes from one step of the optimizer to the next, and counts where the script did what it was told.
 """
@@ -78,7 +78,7 @@ class PlaceholderSteps(StepMarks):
         """How the last of these steps differed, in words."""
         self._loading = LoaderWait()
         self._models = ModelNames()
-        # Now, since within the call of a model its checks would be turned on for the modules in it.
+        # Not at the first call of a model: the checks that this turns on would begin in the middle of the call.
         timer.begin()
 
     def call_begins(self, *, trains: bool) -> None:

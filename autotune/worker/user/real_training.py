@@ -170,12 +170,13 @@ class TrainerRun(Run):
             leave(1)
 
     def begin(self, trainer: Any) -> None:
-        """Apply the winner's levers to a ``Trainer`` at its first training, and have it checked as it begins."""
+        """Apply the winner's settings to a ``Trainer`` at its first training, and have it checked as it begins."""
         if hasattr(trainer, "_autotune_begun"):
             return
         trainer._autotune_begun = True
         candidate, model = self.training.candidate, trainer.model
         attention = candidate.arm.attn_implementation
+        # Of a model that was searched by name: the code may have loaded it with another attention.
         if self.training.has_adapters is not None and hasattr(model, "set_attn_implementation"):
             model.set_attn_implementation(attention)
         from transformers import TrainerCallback

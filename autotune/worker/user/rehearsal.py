@@ -1,8 +1,8 @@
 """Run once, with a ``Trainer``, what a long run does beyond its first steps, and end the process.
 
-After a few steps, under the cap of a trial: the batch of the longest samples, the evaluation on parts of its samples, a
-checkpoint. Meanwhile the memory of this process and of those that it has started is read. All ranks run the same parts:
-each decides by the values of all ranks, so that none waits for a rank that does something else.
+After a few steps, under the memory limit of a trial: the batch of the longest samples, the evaluation on parts of its
+samples, a checkpoint. Meanwhile the memory of this process and of those that it has started is read. All ranks run the
+same parts: each decides by the values of all ranks, so that none waits for a rank that does something else.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 class Parts:
-    """The findings of a rehearsal so far, and the calls that end it with them."""
+    """Holds what a rehearsal (a run beyond the first steps of a training) has found so far, and ends it."""
 
     def __init__(self, work: RehearsalWork, meter: Meter, answer: Answer) -> None:
         self._work, self._meter, self._answer = work, meter, answer
@@ -187,6 +187,7 @@ class TrainerRehearsal(Rehearses, TrainerTrial):
         memory = self._process_memory
         self.parts = _TrainerParts(trainer, memory, self._ranks, self._work, self._meter, self._finish)
         trainer.add_callback(self.parts)
+        # Enough steps for the parts to come.
         trainer.args.max_steps = max(trainer.args.max_steps, _MOST_STEPS)
         if trainer.args.save_strategy != "no":
             trainer.args.save_total_limit = None
@@ -296,7 +297,7 @@ class _TrainerParts(Parts, TrainerCallback):  # type: ignore[misc]
             return None
         args, batches, ranks = self._trainer.args, length(self._loader), self._ranks.count
         growth = growth_of(self._process_memory.readings)
-        # Ranks load their data alike.
+        # Ranks load their data alike. A process that loads data may copy at most what there was at the start.
         return HostUse(
             self._process_memory.most_bytes * ranks,
             None if growth is None else growth * ranks,
@@ -513,7 +514,7 @@ class _ProcessMemory:
         self.most_bytes = 0
 
     def read(self, *, always: bool = False) -> int:
-        """Record and return the memory of all processes beyond that at the start; 0 if not read."""
+        """Record and return the memory of all processes beyond that at the start; 0 soon after the last reading."""
         if not always and time.monotonic() - self._last_read_at < self._EVERY_SECONDS:
             return 0
         processes = [None, *(child.pid for child in psutil.Process().children(recursive=True))]

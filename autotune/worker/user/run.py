@@ -93,6 +93,7 @@ class TrainerLook(Look, TrainerTrial):
             lambda step: self._finish(LookAnswer((step,))),
             seed=self._look.seed,
             noise=self._look.noise,
+            # Weights become float32 only where they and their gradients fit into half of the limit.
             most_bytes=self._look.cap_bytes // 2,
         )
 

@@ -1,4 +1,4 @@
-"""Watch a real training with a winner: its speed against the promise, its memory, its data, its GPU's clocks.
+"""Watch a real training with a search's winner: its speed against the promise, its memory, its data, its GPU's clocks.
 
 A step costs a few readings of the host's clock, and never waits for the GPU. All else is read when a ``Trainer`` logs,
 which has then waited for its loss, and every ten seconds in other loops.

@@ -210,7 +210,7 @@ class Cover:
         try:
             self._choose_layer_storage(memory_bytes)
             os.mkdir(tree := os.path.join(self.run, "root"))
-            # In a user name space, folders of others must lie on the way to a layer, not in it.
+            # In a user namespace, folders of others must lie on the way to a layer, not in it: see _last_of_others.
             if not self.has_user_namespace and self._overlay("/", tree):
                 self._new_root = tree
             for mount in self._mounts:

@@ -119,11 +119,9 @@ class TrainerFields:
 
 
 def difference_from_candidate(trainer: Any, candidate: Candidate, train_dataloader: Any) -> str | None:
-    """Return how a ``Trainer`` that is about to train first differs from a candidate; ``None`` without a difference."""
-    settings = _found_and_asked(trainer, candidate, train_dataloader)
-    return next(
-        (f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in settings if found != asked), None
-    )
+    """Return the first difference between a ``Trainer`` about to train and a candidate; ``None`` without one."""
+    facts = _found_and_asked(trainer, candidate, train_dataloader)
+    return next((f"{what} is {found!r}, asked was {asked!r}" for what, found, asked in facts if found != asked), None)
 
 
 def _found_and_asked(trainer: Any, candidate: Candidate, loader: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -251,6 +251,7 @@ class BatchShapes:
             raise NotTraceableError("its training data has no samples")
         largest = max(samples, key=_size)
         self._two, self._three = (collate([copy.deepcopy(largest) for _ in range(count)]) for count in (2, 3))
+        # With samples of other sizes, a collator that pads shows it.
         mixed = [copy.deepcopy(sample) for sample in samples[:: max(1, len(samples) // _MIXED)]]
         arrays = arrays_by_place(collate([*mixed, copy.deepcopy(largest)]))
         self.is_padded = any("attention_mask" in place and bool((mask == 0).any()) for place, mask in arrays)
