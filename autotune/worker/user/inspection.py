@@ -57,7 +57,7 @@ def facts_of(model: Any, loader: Any) -> ModelFacts:
     parameters = list(model.parameters()) if model is not None else []
     config: Any = getattr(model, "config", None)
     document = config.to_diff_dict() if hasattr(config, "to_diff_dict") else {}
-    document = json.loads(json.dumps(document, default=str))
+    document = json.loads(json.dumps(document, default=str))  # A config may hold objects that JSON does not know.
     return ModelFacts(
         type(model).__name__ if model is not None else "no torch.nn.Module",
         sum(p.numel() for p in parameters),

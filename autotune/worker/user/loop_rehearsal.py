@@ -110,9 +110,10 @@ class LoopParts(Parts, Listener):
         self._begin = begin
         # First batches, given as they are: three steps, and two batches that a library may load ahead.
         self._plain_batches = 3 * accumulation + 2
+        # Then at least a step on the longest batch, and again two batches ahead.
         whole_steps = -(-(self._plain_batches + accumulation + 2) // accumulation)
         self.epoch_batches = whole_steps * accumulation + (accumulation > 1)
-        """Batches after which the training's data ends: whole steps; with accumulation, one batch more."""
+        """Batches after which the training's data ends: whole steps; with accumulation, then an incomplete one."""
         self._accumulation = accumulation
         self._last_batch = self.epoch_batches
         self._own_batches: int | None = None

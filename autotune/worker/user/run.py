@@ -177,7 +177,7 @@ def run_own(
     send: Callable[[Any], None],
     ranks: Ranks,
 ) -> NoReturn:
-    """Run a job of the user's own code, send its progress and its result, and end the process."""
+    """Run a trial, look, rehearsal or inspection of the user's own code, send its result, and end the process."""
     source = workload.source
     assert source is not None
 

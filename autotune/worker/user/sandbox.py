@@ -190,7 +190,7 @@ class Cover:
     _mounts: list[_Mounted] = field(default_factory=list)
     _covered: list[str] = field(default_factory=list)
     _uncoverable: list[str] = field(default_factory=list)
-    """In a user namespace: folders that no overlay above them may have below it, see ``_last_of_others``."""
+    """In a user namespace: folders that must not lie below the root of an overlay, see ``_last_of_others``."""
     _run_fd: int = -1
     _new_root: str = ""
     """The new tree of mounts, if one is built; else the mounts of the old tree are covered in place."""
@@ -332,7 +332,7 @@ class Cover:
         return is_spared or mount.is_read_only
 
     def _cover_entries(self, folder: str) -> None:
-        """Cover the subfolders of a folder that cannot be covered as a whole; of very many only needed ones."""
+        """Cover each subfolder of a folder that cannot be covered as a whole; of very many only those worked in."""
         try:
             with os.scandir(folder) as entries:
                 paths = sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
