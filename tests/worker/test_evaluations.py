@@ -105,4 +105,4 @@ def test_a_validation_in_the_loop_is_no_part_of_the_steps(trial_server: ServerCl
 )
 def test_the_usual_calls_without_gradients_are_learnt(counts: list[int], found: list[int]) -> None:
     evaluations = Evaluations()
-    assert [at for at, count in enumerate(counts) if evaluations.is_one(count)] == found
+    assert [at for at, count in enumerate(counts) if evaluations.has_evaluation(count)] == found

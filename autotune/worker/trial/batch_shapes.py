@@ -24,8 +24,8 @@ from autotune.worker.dataset.prepared import GROUP
 class BatchShapes:
     """Counts the tokens and the new shapes of the current step's batches.
 
-    A shape is new in the first ``settles`` micro-batches that have it, since a CUDA graph is captured after a few of
-    them. With 0 no shape is new, as on a CPU, where a new shape takes no longer.
+    A shape is new in the first ``settles`` micro-batches that have it: in one, or in several where a CUDA graph is
+    captured after them. With 0 no shape is new, as on a CPU, where a new shape takes no longer.
     """
 
     def __init__(self, *, settles: int) -> None:
@@ -44,6 +44,7 @@ class BatchShapes:
         shapes = {place: tuple(array.shape) for place, array in arrays_by_place(batch)}
         key = tuple(shapes.items())
         if self._seen[key] < self.settles:
+            # All micro-batches in which a shape is new add up to one new shape.
             self.new += 1 / self.settles
         self._seen[key] += 1
         rows = [shape for place, shape in shapes.items() if place.endswith("input_ids") and len(shape) == 2]
@@ -61,9 +62,9 @@ class BatchShapes:
         return len(self._seen)
 
     def end_step(self) -> tuple[float, float]:
-        """Begin another step; return this step's new shapes, and the mean tokens of its micro-batches (0: unknown).
+        """Return the step's number of new shapes, and its mean tokens in a micro-batch, and begin the next step.
 
-        Padding counts.
+        The tokens include padding; 0 where they are unknown.
         """
         ended = self.new, statistics.fmean(self._tokens) if self._tokens else 0.0
         self.ended.append(self.new > 0)
@@ -103,9 +104,9 @@ class RunEstimate(NamedTuple):
 
 
 def without_new(steps: Sequence[Timed]) -> list[Timed]:
-    """Return the steps without new shapes.
+    """Return the steps without new shapes, for the time of a step in the long run.
 
-    All steps are returned where none is without, or only one of more than ``GROUP`` steps.
+    Where there are too few (none, or one of more than ``GROUP`` steps), return all steps.
     """
     known = [step for step in steps if not step.new_shapes]
     return known if len(known) >= (1 if len(steps) <= GROUP else 2) else list(steps)
@@ -125,21 +126,26 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     if not new:
         return RunEstimate(line.mean, line.error, line.mean.seconds, None)
     extras = [step.seconds - step.data_seconds - (line.at(step.tokens) - line.data_seconds) for step in new]
-    each = max(0.0, sum(extras) / sum(step.new_shapes for step in new))
+    shape_seconds = max(0.0, sum(extras) / sum(step.new_shapes for step in new))
     if run.steps is None or run.new_shapes is None:
-        return RunEstimate(line.mean, line.error, line.mean.seconds, each)
+        return RunEstimate(line.mean, line.error, line.mean.seconds, shape_seconds)
     times = sorted((extra, step.new_shapes) for extra, step in zip(extras, new, strict=True))
-    once, of_once = times.pop() if len(times) > 1 else (0.0, 0.0)
-    left = max(0.0, run.new_shapes - of_once)
-    later = max(0.0, sum(extra for extra, _ in times) / sum(count for _, count in times))
+    # The largest extra time is taken out of the list, and the others are averaged over their shapes.
+    once_seconds, once_shapes = times.pop() if len(times) > 1 else (0.0, 0.0)
+    later_shapes = max(0.0, run.new_shapes - once_shapes)
+    later_seconds = max(0.0, sum(extra for extra, _ in times) / sum(count for _, count in times))
     of_each = [extra / count for extra, count in times]
     # The spread of a single extra time is unknown, so its size is taken as the error.
-    error = quantile(len(of_each) - 1) * statistics.stdev(of_each) / math.sqrt(len(of_each)) if times[1:] else later
-    in_run, steady = max(0.0, once) + later * left, line.mean.seconds
-    seconds = steady + in_run / run.steps
-    half_width = math.hypot(steady * line.mean.relative_half_width, error * left / run.steps)
+    error = (
+        quantile(len(of_each) - 1) * statistics.stdev(of_each) / math.sqrt(len(of_each)) if times[1:] else later_seconds
+    )
+    all_seconds, steady = max(0.0, once_seconds) + later_seconds * later_shapes, line.mean.seconds
+    seconds = steady + all_seconds / run.steps
+    half_width = math.hypot(steady * line.mean.relative_half_width, error * later_shapes / run.steps)
     step = StepEstimate(seconds, half_width / seconds)
-    return RunEstimate(step, line.error * steady / seconds, steady, in_run / run.new_shapes if run.new_shapes else each)
+    if run.new_shapes:
+        shape_seconds = all_seconds / run.new_shapes
+    return RunEstimate(step, line.error * steady / seconds, steady, shape_seconds)
 
 
 def expected_seconds(steps: Sequence[Timed], tokens: Sequence[float]) -> float:
@@ -149,21 +155,23 @@ def expected_seconds(steps: Sequence[Timed], tokens: Sequence[float]) -> float:
 
 
 class _Line:
-    """Seconds of steps as a line over their tokens."""
+    """A fit of the seconds of ``steps`` over their tokens, evaluated at the mean step of ``run``.
+
+    The fit is flat where the tokens do not differ, or for two steps: then it is the mean of the steps.
+    """
 
     def __init__(self, steps: Sequence[Timed], run: PlannedRun) -> None:
         seconds = np.array([step.seconds for step in steps])
         tokens = np.array([step.tokens for step in steps])
         count, mean = len(seconds), float(seconds.mean())
-        self._slope, self._tokens = 0.0, float(tokens.mean())
-        self._all = mean
+        self._slope, self._mean_tokens, self._mean_seconds = 0.0, float(tokens.mean()), mean
         self.data_seconds = statistics.fmean(step.data_seconds for step in steps)
         self.error = math.inf
         """Standard error of the mean, relative to it."""
         if count < 2:
             self.mean = StepEstimate(mean, math.inf)
             return
-        differ = float(tokens.std()) > 1e-6 * self._tokens
+        differ = float(tokens.std()) > 1e-6 * self._mean_tokens
         if not run.varies and not differ:
             own = mean_step(seconds.tolist())
             self.error = own.error / own.mean
@@ -172,16 +180,16 @@ class _Line:
         residuals, unknowns, share = seconds - mean, 1, 1 / count
         if count > 2 and differ:
             self._slope = max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))
-            residuals, unknowns = residuals - self._slope * (tokens - self._tokens), 2
+            residuals, unknowns = residuals - self._slope * (tokens - self._mean_tokens), 2
         if run.step_tokens:
-            away = run.step_tokens - self._tokens
-            mean += self._slope * away
+            distance = run.step_tokens - self._mean_tokens
+            mean += self._slope * distance
             if self._slope:
                 # The farther the run's mean step is from the timed ones, the more the error of the slope counts.
-                share += away**2 / float(((tokens - self._tokens) ** 2).sum())
+                share += distance**2 / float(((tokens - self._mean_tokens) ** 2).sum())
         self.error = float(np.sqrt((residuals**2).sum() / (count - unknowns) * share)) / mean
         self.mean = StepEstimate(mean, quantile(count - unknowns) * self.error)
 
     def at(self, tokens: float) -> float:
         """Return the seconds of a step with so many tokens."""
-        return self._all + self._slope * (tokens - self._tokens)
+        return self._mean_seconds + self._slope * (tokens - self._mean_tokens)

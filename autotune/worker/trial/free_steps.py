@@ -22,64 +22,70 @@ _PATIENCE = 3
 
 
 def most_free_steps(candidate: Candidate) -> int:
-    """Return the most steps that are measured without waiting for the device at the end of each."""
+    """Return the most free steps of a trial, which end without waiting for the device; 0 for a blocking arm."""
     return _MOST if candidate.arm.non_blocking else 0
 
 
 class FreeSteps:
-    """Steps after the timed ones of a candidate whose host goes on while the GPU computes; none of another."""
+    """The steps after the timed ones that do not wait for the device at their end.
+
+    Only a candidate with ``non_blocking``, whose host goes on while the GPU computes, has any.
+    """
 
     def __init__(self, candidate: Candidate) -> None:
         self._most = most_free_steps(candidate)
         self._wanted = 0
         self._left = 0
-        self._previous: Any = None
+        self._previous_mark: Any = None
         """Mark at the end of the step before; ``None`` where the next step cannot be timed."""
-        self._known: list[tuple[Any, Any, float]] = []
+        self._counted: list[tuple[Any, Any, float]] = []
         """Marks at the begin and end of each step that counts, and its tokens."""
 
     @property
     def is_under_way(self) -> bool:
         """Whether free steps have begun and are not all run."""
-        return self._left > 0 and len(self._known) < self._wanted
+        return self._left > 0 and len(self._counted) < self._wanted
 
     def begin(self, measured: Measurement) -> None:
-        """Begin the free steps, if the candidate has any. The first is not timed, since it begins with an idle GPU."""
+        """Plan the free steps, if the candidate has any: as many as take about a second at the ``measured`` speed.
+
+        The first is not timed, since it begins with an idle GPU.
+        """
         steps = math.ceil(_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
         self._wanted = min(self._most, max(_FEWEST, steps))
         self._left = min(self._most, _PATIENCE * self._wanted)
 
-    def ends(self, mark: Any, tokens: float, *, is_known: bool) -> None:
-        """Record the end of a step with so many tokens. It is timed if ``is_known``: without new shapes or a save.
+    def ends(self, mark: Any, tokens: float, *, counts: bool) -> None:
+        """Record the end of a free step at ``mark``. A step with new shapes or a save of a checkpoint does not count.
 
-        After a step without a ``mark``, which does not count, the next one cannot be timed either.
+        A discarded step has the mark ``None``: the step after it has no begin, and cannot be timed either.
         """
-        if is_known and self._previous is not None:
-            self._known.append((self._previous, mark, tokens))
-        self._previous = mark
+        if counts and self._previous_mark is not None:
+            self._counted.append((self._previous_mark, mark, tokens))
+        self._previous_mark = mark
         self._left -= 1
 
-    def measured(
+    def scaled(
         self, measured: Measurement, timed: Sequence[Timed], seconds_between: Callable[[Any, Any], float]
     ) -> Measurement:
-        """Return the measurement of ``timed`` steps, with its times scaled to those of the free steps.
+        """Return ``measured``, the measurement of ``timed`` steps, with its times scaled to those of the free steps.
 
         The device has to have finished the last free step. The saved time is first subtracted from the wait for data,
         since a host that goes on loads data meanwhile. The cost of new shapes and the energy of a sample stay. Fewer
         than ``_FEWEST`` free steps that count change nothing.
         """
-        if len(self._known) < _FEWEST:
+        if len(self._counted) < _FEWEST:
             return measured
-        seconds = sum(seconds_between(begin, end) for begin, end, _ in self._known)
-        ratio = seconds / expected_seconds(timed, [tokens for *_, tokens in self._known])
-        steady = measured.steady_step_seconds or measured.step_seconds
-        saved = steady * (1 - ratio)
-        step_seconds = measured.step_seconds - saved
+        free_seconds = sum(seconds_between(begin, end) for begin, end, _ in self._counted)
+        ratio = free_seconds / expected_seconds(timed, [tokens for *_, tokens in self._counted])
+        steady_seconds = measured.steady_step_seconds or measured.step_seconds
+        saved_seconds = steady_seconds * (1 - ratio)
+        step_seconds = measured.step_seconds - saved_seconds
         return replace(
             measured,
             step_seconds=step_seconds,
-            steady_step_seconds=steady - saved,
+            steady_step_seconds=steady_seconds - saved_seconds,
             step_seconds_each=tuple(each * ratio for each in measured.step_seconds_each),
             samples_per_second=measured.samples_per_second * measured.step_seconds / step_seconds,
-            data_seconds=max(0.0, (measured.data_seconds or 0.0) - max(0.0, saved)),
+            data_seconds=max(0.0, (measured.data_seconds or 0.0) - max(0.0, saved_seconds)),
         )

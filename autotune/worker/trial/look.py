@@ -1,7 +1,7 @@
-"""Run a ``Trainer`` up to its first optimizer step on some samples, and record its loss and gradients.
+"""Look at a training: run a ``Trainer`` up to its first optimizer step, and record the loss and gradients.
 
-What differs between two settings is then the training itself: both begin from the same weights, in float32 where these
-fit, without dropout, and see micro-batches that are cut from one batch.
+What differs between two looks is the training itself: both begin from the same weights, in float32 where these fit,
+without dropout, and see micro-batches that are cut from one batch.
 """
 
 from __future__ import annotations
@@ -48,17 +48,23 @@ _MOST_WARMUPS = 3
 
 @functools.cache
 def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random signs (rows, projections) and normal numbers (columns, projections), equal in every process."""
+    """Return the factors of the random directions for a gradient of this shape, equal in every process.
+
+    The factors are signs (rows, projections) and normal numbers (columns, projections).
+    """
     generator = torch.Generator().manual_seed(rows * 8191 + columns)
     signs = torch.randint(0, 2, (rows, PROJECTIONS), generator=generator).float() * 2 - 1
     return signs.to(device), torch.randn((columns, PROJECTIONS), generator=generator).to(device)
 
 
 @torch.no_grad()
-def gradient_of(tensor: torch.Tensor, scale: float = 1.0) -> Gradient:
-    """Return norm and random projections of a gradient that is first divided by the gradient scaler's ``scale``."""
+def gradient_of(tensor: torch.Tensor, loss_scale: float = 1.0) -> Gradient:
+    """Return the norm and random projections of a gradient, which tell how far two gradients are apart.
+
+    The gradient is first divided by ``loss_scale``, with which a gradient scaler multiplied the loss.
+    """
     tensor = tensor.detach()
-    flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1) / scale
+    flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1) / loss_scale
     columns = min(_COLUMNS, max(1, flat.numel()))
     rows = -(-flat.numel() // columns)
     signs, normal = _directions(rows, columns, flat.device)
@@ -80,6 +86,7 @@ def turn_off_dropout(model: Any) -> None:
 
 
 def _turn_off_config_dropout(config: Any, depth: int = 0) -> None:
+    """Set dropout rates to 0 in a config and in the configs within it (``text_config``), at most two levels down."""
     for name, value in list(getattr(config, "__dict__", {}).items()):
         if isinstance(value, float) and "drop" in name:
             setattr(config, name, 0.0)
@@ -93,26 +100,30 @@ def step_of(
     samples: int,
     micro_steps: int,
     *,
-    scale: float = 1.0,
+    loss_scale: float = 1.0,
     roundoff: float = UNIT_ROUNDOFF["fp32"],
-    batch: float | None = None,
+    input_sum: float | None = None,
 ) -> FirstStep:
-    """Return the record of a first step, from the gradients of parameters before the update."""
+    """Return the record of a first step, from the named ``parameters`` with their gradients, before the update.
+
+    ``loss_scale`` is the gradient scaler's. ``roundoff``, of the precision computed in, is raised to that of the
+    weights' dtypes. ``input_sum``, of all numbers that the model was given, tells whether two steps had equal samples.
+    """
     named = [(_plain_name(name), each) for name, each in parameters]
     trained = {name: each for name, each in named if each.requires_grad}
     dtypes = {each.dtype for _, each in named}
-    # Quantized weights are multiplied in 16 bits.
+    # Quantized weights, which are integers, are multiplied in 16 bits.
     roundoffs = (torch.finfo(each).eps / 2 if each.is_floating_point else UNIT_ROUNDOFF["bf16"] for each in dtypes)
     return FirstStep(
         loss=loss,
         gradients={
-            name: None if each.grad is None else gradient_of(each.grad, scale) for name, each in trained.items()
+            name: None if each.grad is None else gradient_of(each.grad, loss_scale) for name, each in trained.items()
         },
         samples=samples,
         micro_steps=micro_steps,
         weights=float(sum(each.detach().float().norm().double() for _, each in named)),
         roundoff=max([roundoff, *roundoffs]),
-        batch=batch,
+        batch=input_sum,
     )
 
 
@@ -121,14 +132,17 @@ class _EndedError(BaseException):
 
 
 class FirstStepRecorder(TrainerCallback):  # type: ignore[misc]
-    """Calls ``finish`` with the record of the first optimizer step, before the update; ``finish`` ends the training."""
+    """Calls ``finish`` with the record of the first optimizer step, before the update; ``finish`` ends the training.
+
+    With CUDA graphs (``graphs``, else ``None``), the recorded step is the first in which they are replayed.
+    ``has_same_samples`` tells whether the step's samples were cut from one batch of ``samples``.
+    """
 
     def __init__(
         self, trainer: Any, finish: Callable[[FirstStep], Any], samples: int, *, has_same_samples: bool, graphs: Any
     ) -> None:
         self._trainer, self._finish, self._samples = trainer, finish, samples
         self._has_same_samples = has_same_samples
-        # CUDA graphs are captured after some micro-steps; the step that replays them is recorded.
         self._graphs = graphs
         self._replayed_before = 0
         self._losses: list[torch.Tensor] = []
@@ -145,20 +159,21 @@ class FirstStepRecorder(TrainerCallback):  # type: ignore[misc]
         self._replayed_before = self._graphs.replays if self._graphs is not None else 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Call ``finish`` with the losses and gradients of this step; with CUDA graphs, once they are replayed."""
-        steps = len(self._losses)
-        waits = self._graphs is not None and self._micro_steps < _MOST_WARMUPS * (EAGER_MICRO_STEPS + steps)
-        if waits and self._graphs.replays - self._replayed_before < steps:
+        """Call ``finish`` with the record of this step, unless CUDA graphs are still to be replayed in a later step."""
+        micro_steps = len(self._losses)
+        # Graphs that are never replayed, since a capture failed, are waited for no longer than this.
+        may_wait = self._micro_steps < _MOST_WARMUPS * (EAGER_MICRO_STEPS + micro_steps)
+        if self._graphs is not None and may_wait and self._graphs.replays - self._replayed_before < micro_steps:
             return
         scaler = self._trainer.accelerator.scaler
-        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        loss_scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
         precision = "tf32" if args.tf32 else self._trainer.accelerator.mixed_precision
         step = step_of(
             kwargs["model"].named_parameters(),
             float(torch.stack([loss.float().reshape(()) for loss in self._losses]).sum()),
             self._samples,
-            len(self._losses),
-            scale=scale,
+            micro_steps,
+            loss_scale=loss_scale,
             roundoff=UNIT_ROUNDOFF.get(precision, UNIT_ROUNDOFF["fp32"]),
         )
         divides = getattr(self._trainer, "divides_by_accumulation", False)
@@ -181,25 +196,26 @@ def prepare_look(
     finish: Callable[[FirstStep], Any],
     *,
     seed: int = 0,
-    noise: int = 0,
-    most_bytes: int | None = None,
+    step_seed: int = 0,
+    most_float32_bytes: int | None = None,
 ) -> None:
-    """Set up a ``Trainer`` to call ``finish`` in its first step on ``samples`` samples, before the update.
+    """Set up a ``Trainer`` to call ``finish`` with the record of its first step on ``samples`` samples, not updated.
 
     ``settings`` are arguments of ``autotune.training.apply``; with ``None`` it is not called. Weights become float32
-    where they and their gradients then take no more than ``most_bytes`` (``None``: any size), unless quantized.
-    ``noise`` is added to ``seed`` for what is random in the step itself.
+    where they and their gradients then take no more than ``most_float32_bytes`` (``None``: any size), unless quantized.
+    ``seed`` is for the samples, ``step_seed`` for what is random in the step itself.
     """
     model, args = trainer.model, trainer.args
     model = trainer.accelerator.unwrap_model(model)
     turn_off_dropout(model)
     weights = list(model.parameters())
-    is_small = most_bytes is None or 8 * sum(each.numel() for each in weights) <= most_bytes
+    is_small = most_float32_bytes is None or 8 * sum(each.numel() for each in weights) <= most_float32_bytes
     # Quantized weights are no floating-point numbers.
     if is_small and all(each.is_floating_point() for each in weights) and not getattr(model, "is_quantized", False):
         model.float()
     trainer.neftune_noise_alpha = args.neftune_noise_alpha = None
     args.max_grad_norm, args.learning_rate, args.weight_decay, args.warmup_steps = 0.0, 0.0, 0.0, 0
+    # More steps than any warm-up of CUDA graphs takes.
     args.max_steps, args.dataloader_num_workers, args.logging_nan_inf_filter = 1_000_000, 0, False
     remove_reporting_callbacks(trainer)
     scaler = trainer.accelerator.scaler
@@ -213,13 +229,14 @@ def prepare_look(
     recorder = FirstStepRecorder(trainer, finish, samples, has_same_samples=has_same_samples, graphs=graphs)
     on_each_micro_step(trainer, recorder.take)
     trainer.add_callback(recorder)
-    set_seed(seed + noise)
+    # At the end, since the loader and the settings may have drawn numbers.
+    set_seed(step_seed)
 
 
-def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = None, **others: Any) -> FirstStep:
+def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = None, **options: Any) -> FirstStep:
     """Train a ``Trainer`` up to its first optimizer step on ``samples`` samples; return the record of that step.
 
-    ``others`` are further arguments of ``prepare_look``. Raises ``ValueError`` where the training ends before it.
+    ``options`` are further arguments of ``prepare_look``. Raises ``ValueError`` where the training ends before it.
     """
     steps: list[FirstStep] = []
 
@@ -227,7 +244,7 @@ def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = 
         steps.append(step)
         raise _EndedError
 
-    prepare_look(trainer, samples, settings, finish, **others)
+    prepare_look(trainer, samples, settings, finish, **options)
     try:
         trainer.train()
     except _EndedError:
@@ -236,28 +253,30 @@ def first_step(trainer: Any, samples: int, settings: Mapping[str, Any] | None = 
 
 
 def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
-    """Give a ``Trainer`` micro-batches cut from the first batch of ``samples`` samples of its own loader.
+    """Give a ``Trainer`` micro-batches cut from one batch, the first ``samples`` samples of its own loader.
 
     So every split in micro-batches has the same samples, masks and padding. Returns ``False`` where the batch cannot be
     cut, since its tensors do not have one row per sample: then the Trainer keeps its own micro-batches.
     """
-    args, own = trainer.args, trainer.get_train_dataloader
+    args, own_loader = trainer.args, trainer.get_train_dataloader
     size = args.per_device_train_batch_size
     set_seed(seed)
     args.per_device_train_batch_size = trainer._train_batch_size = samples
     try:
-        batch = next(iter(own()))
+        batch = next(iter(own_loader()))
     finally:
         args.per_device_train_batch_size = trainer._train_batch_size = size
+        # Forgets the loader that was prepared for this batch alone.
         trainer.accelerator.free_memory()
     arrays = [array for array in arrays_in(batch) if isinstance(array, torch.Tensor) and array.dim()]
     if not isinstance(batch, Mapping) or not arrays or any(len(array) != samples for array in arrays):
         return False
     batch = send_to_device(batch, "cpu")
+    # The new loader's samples are numbers of rows, which its collator cuts from the batch.
     trainer.data_collator = lambda rows: cut(batch, samples, rows[0], rows[-1] + 1)
-    # Looked up at call time: settings put their own collators around this one.
-    numbers: Any = range(samples)
-    trainer.get_train_dataloader = lambda: DataLoader(numbers, batch_size=size, collate_fn=trainer.data_collator)
+    row_numbers: Any = range(samples)
+    # The collator is looked up at call time: settings put their own collators around this one.
+    trainer.get_train_dataloader = lambda: DataLoader(row_numbers, batch_size=size, collate_fn=trainer.data_collator)
     return True
 
 
@@ -266,7 +285,7 @@ _FEWER = 4
 
 
 def _with_layers(workload: Workload, layers: int | None) -> Workload:
-    """Return the workload with only the first layers of its model; ``None`` means all."""
+    """Return the workload with only the first ``layers`` layers of its model, or all of them for ``None``."""
     if layers is None:
         return workload
     config = build_config(workload)
@@ -278,13 +297,20 @@ def _with_layers(workload: Workload, layers: int | None) -> Workload:
 
 
 def _fewer_layers(workload: Workload) -> int | None:
-    """Return a quarter of the layers, for a model that does not fit; ``None`` with too few layers or saved weights."""
+    """Return a quarter of the number of layers, for a second look at a model that does not fit.
+
+    ``None`` with fewer than four layers, and for pretrained weights, which need all layers.
+    """
     layers = getattr(build_config(workload), "num_hidden_layers", None)
     return layers // _FEWER if layers and layers >= _FEWER and not workload.weights else None
 
 
-def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer | Problem:
-    """Return the first step of each candidate, or a problem. The model, given by name, is built anew for each."""
+def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
+    """Return the records of each candidate's first step, or the problem that prevents one.
+
+    Each candidate gets a new model with the same weights. With ``work.as_measured``, precision and dtypes are the
+    candidate's, otherwise float32 where that fits. After out of memory, the answer says how many layers may fit.
+    """
     meter = open_meter(work.devices.kind, work.devices.uuids[0])
     meter.limit(work.cap_bytes)
     workload = _with_layers(workload, work.layers)
@@ -293,7 +319,7 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer | Pr
     try:
         steps = []
         for candidate in work.candidates:
-            set_seed(work.seed)
+            set_seed(work.seed)  # The same random weights for all candidates.
             model = build_model(workload, candidate.arm.attn_implementation, meter.device)
             effort = Effort(max_micro_steps=candidate.gradient_accumulation_steps)
             samples = candidate.samples_per_step
@@ -306,11 +332,11 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer | Pr
             trainer = Trainer(model, arguments, **ingredients)
             settings = dict(applied_settings(candidate.arm))
             most_bytes = 0 if work.as_measured else work.cap_bytes // 2
+            seeds = {"seed": work.seed, "step_seed": work.seed + work.noise}
             if work.layers is not None and "checkpointed_layers" in settings:
                 settings["checkpointed_layers"] = min(settings["checkpointed_layers"], work.layers)
-            steps.append(
-                first_step(trainer, samples, settings, seed=work.seed, noise=work.noise, most_bytes=most_bytes)
-            )
+            steps.append(first_step(trainer, samples, settings, most_float32_bytes=most_bytes, **seeds))
+            # The next model needs this one's memory.
             del model, trainer
             gc.collect()
             meter.reset_peaks()

@@ -39,8 +39,8 @@ _PATIENCE = 1.5
 _MOST_NEW = 2
 # NVML's energy counter is updated every 20 to 100 ms, depending on the GPU. Over shorter times its steps would show.
 _LEAST_ENERGY_SECONDS = 0.5
-# Number of tensors without a gradient whose names are kept. A choice.
-_NAMED = 3
+# Most tensors without a gradient whose names are kept. A choice.
+_MOST_NAMED_TENSORS = 3
 
 
 Number = TypeVar("Number", int, float)
@@ -52,9 +52,10 @@ Each halves the scale of 65,536, so it is below 1 after 17 of them."""
 
 
 def most_steps(candidate: Candidate, effort: Effort, *, are_alike: bool = True) -> int:
-    """Return the upper limit of the number of steps in a trial, without the repeats of a ``Schedule``.
+    """Return the most steps that a trial runs: warm-up, timed, free, profiled and skipped ones.
 
-    Where batches differ, steps are not ``are_alike``: no steps are added to wait until a slow one recurs.
+    The repeated steps of a ``Schedule`` come on top. Where steps ``are_alike``, since batches have one size, more are
+    timed until a slow step recurs.
     """
     measured = most_measured_steps(effort) if are_alike else effort.max_steps
     skipped = MOST_SKIPPED_STEPS if candidate.arm.precision == "fp16" else 0
@@ -63,6 +64,7 @@ def most_steps(candidate: Candidate, effort: Effort, *, are_alike: bool = True) 
 
 def micro_steps_to_run(candidate: Candidate, effort: Effort) -> int:
     """Return the number of micro-steps to run in each step: all of the candidate's, or a few that stand for them."""
+    # Three stand for all: the first, one that adds to existing gradients as later ones do, and the last.
     return min(candidate.gradient_accumulation_steps, max(3, effort.max_micro_steps))
 
 
@@ -75,56 +77,59 @@ def prefetched_steps(candidate: Candidate, effort: Effort) -> int:
 
 
 class Evaluations:
-    """Finds steps with an evaluation: they call models without gradients more often than usual.
+    """Tells which steps contain an evaluation, by their calls of models without gradients, and how long that takes.
 
-    Other steps may make such calls, too, as of a teacher.
+    A step without an evaluation may make such calls, too, as of a teacher; with an evaluation there are more of them.
     """
 
     def __init__(self) -> None:
-        self._counts: list[int] = []
-        self._found: list[tuple[int, float]] = []
+        self._call_counts: list[int] = []
+        self._steps: list[tuple[int, float]] = []
+        """Index and seconds of each step with an evaluation."""
 
-    def is_one(self, calls: int) -> bool:
-        """Record a step's number of calls without gradients; return whether the step has an evaluation in it.
+    def has_evaluation(self, calls: int) -> bool:
+        """Record a step's number of calls without gradients; return whether the step contains an evaluation.
 
-        The usual count is that of at least half of the steps so far, and more calls are an evaluation. Where no count
-        is usual, only more than ``_FAR_MORE`` times the most calls so far are one.
+        A count that at least half of the steps so far have is usual, and a step with more calls has an evaluation.
+        Where no count is usual, a step needs more than ``_FAR_MORE`` times the most calls so far.
         """
-        counts = self._counts
+        counts = self._call_counts
         usual = min(statistics.multimode(counts), default=calls)
         most = usual if 2 * counts.count(usual) >= len(counts) else _FAR_MORE * max(counts)
-        is_one = calls > most
         counts.append(calls)
-        return is_one
+        return calls > most
 
     def add(self, step: int, seconds: float) -> None:
         """Record the time of a step with an evaluation; ``step`` is its index."""
-        self._found.append((step, seconds))
+        self._steps.append((step, seconds))
 
     @property
     def total_seconds(self) -> float:
         """Seconds of all steps with an evaluation."""
-        return sum(seconds for _, seconds in self._found)
+        return sum(seconds for _, seconds in self._steps)
 
     def seconds(self, step_seconds: float) -> float | None:
-        """Return the mean seconds of an evaluation, without its step's own; ``None`` where none was seen."""
-        return max(0.0, self.total_seconds / len(self._found) - step_seconds) if self._found else None
+        """Return the mean seconds of an evaluation alone; ``None`` where none was seen.
+
+        ``step_seconds``, the mean of steps without an evaluation, is subtracted.
+        """
+        return max(0.0, self.total_seconds / len(self._steps) - step_seconds) if self._steps else None
 
     @property
     def every(self) -> int | None:
         """Number of steps from one evaluation to the next; ``None`` where it varied, or fewer than two were seen."""
-        at = [step for step, _ in self._found]
-        between = {later - earlier for earlier, later in itertools.pairwise(at)}
-        return between.pop() if len(between) == 1 else None
+        gaps = {later - earlier for (earlier, _), (later, _) in itertools.pairwise(self._steps)}
+        return gaps.pop() if len(gaps) == 1 else None
 
 
 class StepTimer(StepListener):
-    """Times the steps of a training, synchronizing with the device once in each, except in ``FreeSteps``.
+    """Times the steps of a training: first warm-up steps, then timed ones, then perhaps free and profiled ones.
 
-    Whatever runs the training reports its steps to the timer (``StepListener``). ``on_enough`` is called with the
-    measurement inside the last step, ``on_step`` with the step's number after each. ``checks`` judges whether each step
-    trained, outside the timed part. ``profiler`` records steps after the timed ones, where ``effort`` asks for some.
-    ``run`` is the training that the speed is promised for; ``shapes`` tells which shapes are new, by default none.
+    Whatever runs the training reports its steps to the timer (``StepListener``). The timer waits for the device at the
+    end of each step, except of free ones (``FreeSteps``). ``on_enough`` is called with the measurement inside the last
+    step, ``on_step`` with the step's number after each. ``checks`` judges whether each step trained, outside the timed
+    part. ``profiler`` records ``effort.busy_steps`` steps after the timed ones. ``run`` is the training that the speed
+    is promised for; ``shapes`` tells which shapes are new, by default none.
 
     With several ranks, each has such a timer. After every warm-up and timed step, outside the timed part, the ranks
     exchange their times, and all record that of the slowest, so that all of them stop after the same step.
@@ -155,30 +160,33 @@ class StepTimer(StepListener):
         self._on_step = on_step
         self._schedule = schedule
         self._evaluations = Evaluations()
-        self._held: list[int | None] = []
-        """Bytes that were held after each step."""
+        self._held_bytes: list[int | None] = []
+        """Bytes that were allocated after each step."""
         self._worst_peaks: PeakBytes | None = None
+        """Peak memory of the steps on the largest batches, with which a ``Schedule`` begins."""
         self._worst_tokens: int | None = None
+        """Tokens of the longest row in these batches."""
         self._warmup: list[Timed] = []
         self._timed: list[Timed] = []
         self._marks: list[Any] = []
+        """Points on the device's timeline in this step: its begin, the ends of its micro-steps, the update's end."""
         self._saving_seconds = 0.0
-        self._previous_end = 0.0
-        self._begin = 0.0
+        self._previous_ended_at = 0.0
+        self._began_at = 0.0
         self._scaler = ScalerWatch()
         self._steps_seen = 0
         self._skipped_steps = 0
         self._warmup_steps = effort.warmup_steps
         run_each, accumulation = micro_steps_to_run(candidate, effort), candidate.gradient_accumulation_steps
         self._busy = BusyStep(profiler, meter, run_each, accumulation)
-        self._busy_steps = 0
+        self._profiled_steps = 0
         self._free = FreeSteps(candidate)
         self._is_profiled = False
         self.is_finished = False
         """Whether enough was measured, so that the training may stop."""
-        self.pending: Measurement | None = None
-        """The measurement, once enough steps are timed; ``None`` before. Profiling may add to the measurement, and is
-        allowed to fail without losing it."""
+        self.timed_measurement: Measurement | None = None
+        """The measurement, once enough steps are timed; ``None`` before. Free and profiled steps may still change it,
+        and may fail without losing it."""
         self._joules: float | None = 0.0
         self._joules_before: float | None = None
         self._core_wait = CoreWait()
@@ -187,9 +195,10 @@ class StepTimer(StepListener):
         """Start the clock of the first step; ``optimizer`` may hold a gradient scaler, as the Trainer's does."""
         self._scaler = ScalerWatch(optimizer)
         self._meter.synchronize()
+        # No rank starts its clock before all are ready.
         self._ranks.gather(None)
         self.checks.watch.begin()
-        if self._is_warm:
+        if self._is_warm:  # Without warm-up steps, the first step is timed already.
             self.checks.begin_timed()
         self.start_clock()
 
@@ -199,10 +208,11 @@ class StepTimer(StepListener):
 
     def step_begins(self) -> None:
         """Record the arrival of the step's first batch: the time since the last step was spent waiting for data."""
-        self._begin = perf_counter()
+        self._began_at = perf_counter()
         self._marks = [self._meter.mark()]
-        is_measured = self.pending is not None and not self._free.is_under_way
-        self._is_profiled = is_measured and not self._shapes.new
+        is_after_timed = self.timed_measurement is not None and not self._free.is_under_way
+        # Steps with new shapes are untypical: kernels are loaded in them.
+        self._is_profiled = is_after_timed and not self._shapes.new
         if self._is_profiled:
             self._busy.step_begins()
 
@@ -213,22 +223,26 @@ class StepTimer(StepListener):
             self._busy.micro_step_ends(len(self._marks) - 1)
 
     def step_ends(self, marks: tuple[Any, Any], wait_seconds: float | None = None) -> None:
-        """Record the step, and stop the training once enough was measured."""
+        """Record the step that ends, by what it is for: free, profiled, timed, evaluating or warm-up.
+
+        ``marks`` are from before and after its update. ``wait_seconds`` were spent waiting for batches after the first;
+        ``None`` where all batches came before the step began. After enough timed steps, make the measurement.
+        """
         self._marks += marks
         if self._free.is_under_way:
             self._end_free(marks[1])
             return
         self._meter.synchronize()
-        end = perf_counter()
-        if self.pending is not None:
-            self._end_profiled(self.pending)
+        ended_at = perf_counter()
+        if self.timed_measurement is not None:
+            self._end_profiled(self.timed_measurement)
             return
-        seen = self.checks.step_ends(len(self._marks) - 2)
-        step = self._timed_step(end, wait_seconds, seen.tokens)
-        self._previous_end = end
-        evaluates = self._evaluations.is_one(seen.calls_without_gradients)
-        # Skipped updates cost less time, and before the first update the optimizer has no state.
-        step, is_skipped, evaluates = self._of_all_ranks(step, self._was_skipped(seen), evaluates)
+        # Two marks end no micro-step: those of the step's begin and of the update's end.
+        counts = self.checks.step_ends(micro_steps=len(self._marks) - 2)
+        step = self._timed_step(ended_at, wait_seconds, counts.tokens)
+        self._previous_ended_at = ended_at
+        evaluates = self._evaluations.has_evaluation(counts.calls_without_gradients)
+        step, is_skipped, evaluates = self._of_all_ranks(step, self._was_skipped(counts), evaluates)
         is_warm = self._is_warm
         is_timed = is_warm and not is_skipped and not evaluates
         if is_timed:
@@ -240,31 +254,37 @@ class StepTimer(StepListener):
             self._evaluations.add(self._steps_seen, step.seconds)
         elif not is_warm:
             self._warmup.append(step)
+            # A skipped update costs less time, and leaves the optimizer without its state: one more warm-up step.
             self._warmup_steps += is_skipped
+            # The first steps of a schedule are on the largest batches.
             if self._schedule is not None and len(self._warmup) == self._schedule.worst_steps:
                 self._worst_peaks = self._meter.peaks()
                 self._worst_tokens = self._shapes.longest_row or None
         self._skipped_steps += is_skipped
         self._step_is_over()
         if is_timed and self._enough():
-            self.pending = self.measurement()
-            self._free.begin(self.pending)
+            self.timed_measurement = self.measurement()
+            self._free.begin(self.timed_measurement)
             self._finish_free()
-        elif self._is_warm:
+        elif self._is_warm:  # The next step is timed.
             self.checks.begin_timed()
             self.start_clock()
 
     def _of_all_ranks(self, step: Timed, is_skipped: bool, evaluates: bool) -> tuple[Timed, bool, bool]:
-        """Return the step of the slowest rank, and whether any rank skipped the update, and evaluated."""
-        told = self._ranks.gather((step, is_skipped, evaluates))
-        each = [Timed(*figures) for figures, *_ in told]
-        known = [step.real_tokens for step in each if step.real_tokens is not None]
-        slowest = max(each, key=lambda step: step.seconds)._replace(
-            new_shapes=max(step.new_shapes for step in each),
-            tokens=max(step.tokens for step in each),
-            real_tokens=sum(known) if len(known) == len(each) else None,
+        """Exchange a step among the ranks; return the slowest rank's, and whether any skipped its update or evaluated.
+
+        So all ranks treat the step alike. Its shapes and tokens are those of the rank with most, its real tokens those
+        of all ranks together.
+        """
+        of_ranks = self._ranks.gather((step, is_skipped, evaluates))
+        steps = [Timed(*figures) for figures, *_ in of_ranks]
+        known = [step.real_tokens for step in steps if step.real_tokens is not None]
+        slowest = max(steps, key=lambda step: step.seconds)._replace(
+            new_shapes=max(step.new_shapes for step in steps),
+            tokens=max(step.tokens for step in steps),
+            real_tokens=sum(known) if len(known) == len(steps) else None,
         )
-        return slowest, any(skipped for _, skipped, _ in told), any(found for *_, found in told)
+        return slowest, any(skipped for _, skipped, _ in of_ranks), any(found for *_, found in of_ranks)
 
     def _add_energy(self) -> None:
         """Add the energy of the timed step that ends; one unknown reading makes the sum unknown."""
@@ -274,13 +294,13 @@ class StepTimer(StepListener):
         else:
             self._joules += after - before
 
-    def _was_skipped(self, seen: StepCounts) -> bool:
+    def _was_skipped(self, counts: StepCounts) -> bool:
         """Return whether a gradient scaler skipped the update of the step that ends.
 
         Refuses the training if ``MOST_SKIPPED_STEPS`` steps before it were skipped, too.
         """
-        # A loop of the user's own gives ``begin`` no optimizer; there only ``seen`` tells of skipped updates.
-        is_skipped = self._scaler.step_was_skipped() or seen.skipped_steps > 0
+        # A loop of the user's own gives ``begin`` no optimizer; there only the counts tell of skipped updates.
+        is_skipped = self._scaler.step_was_skipped() or counts.skipped_steps > 0
         if is_skipped and self._skipped_steps == MOST_SKIPPED_STEPS:
             self.checks.refuse(
                 NotTrainedError(
@@ -297,69 +317,72 @@ class StepTimer(StepListener):
         return len(self._warmup) >= self._warmup_steps
 
     def _step_is_over(self) -> None:
+        """Count a step of any kind, record the memory after it, and report it."""
         self._steps_seen += 1
-        self._held.append(self._meter.allocated_bytes())
+        self._held_bytes.append(self._meter.allocated_bytes())
         self._on_step(self._steps_seen)
 
     def _end_free(self, mark: Any) -> None:
-        """Record a free step that ends at ``mark``."""
-        new, tokens = self._end_batches()
+        """Record a free step (without waiting for the device) that ends at ``mark``. Its training is not judged."""
+        new_shapes, tokens = self._end_batches()
         self._step_is_over()
         self.checks.step_is_dropped()
-        self._free.ends(mark, tokens, is_known=not new and not self._saving_seconds)
+        self._free.ends(mark, tokens, counts=not new_shapes and not self._saving_seconds)
         self._saving_seconds = 0.0
         if not self._free.is_under_way:
             self._meter.synchronize()
         self._finish_free()
 
     def _finish_free(self) -> None:
-        """After the last free step, scale the measured times to theirs; end the measuring unless steps are profiled."""
-        if self._free.is_under_way or self.pending is None:
+        """After the last free step, or without any, scale the measurement to them; finish unless steps are profiled."""
+        if self._free.is_under_way or self.timed_measurement is None:
             return
-        self.pending = self._free.measured(self.pending, self._timed, self._meter.seconds_between)
+        self.timed_measurement = self._free.scaled(self.timed_measurement, self._timed, self._meter.seconds_between)
         if self._busy.is_broken or not self._effort.busy_steps:
-            self._finish(self.pending)
+            self._finish(self.timed_measurement)
 
     def _end_profiled(self, measured: Measurement) -> None:
-        """Record a step after the timed ones, which is profiled unless its shapes are new."""
-        tokens = self._end_batches()[1]
+        """Record a step after the timed ones, which is profiled unless its shapes are new; finish after enough of them.
+
+        The busy share is over the seconds of the ``measured`` steps, since the profiler slows down the host.
+        """
+        _, tokens = self._end_batches()
         if self._is_profiled:
-            # The step's tokens over those of the run's mean step.
-            cost = tokens / self._run.step_tokens if tokens and self._run.step_tokens else 1.0
-            self._busy.step_ends(measured.steady_step_seconds or measured.step_seconds, cost)
-            self._busy_steps += 1
+            relative_size = tokens / self._run.step_tokens if tokens and self._run.step_tokens else 1.0
+            self._busy.step_ends(measured.steady_step_seconds or measured.step_seconds, relative_size)
+            self._profiled_steps += 1
         self._step_is_over()
         self.checks.step_is_dropped()
-        if self._busy_steps >= self._effort.busy_steps or any(self._ranks.gather(self._busy.is_broken)):
+        if self._profiled_steps >= self._effort.busy_steps or any(self._ranks.gather(self._busy.is_broken)):
             self._finish(measured)
 
     def end(self) -> None:
-        """Hand on the measurement if the training ends after the timed steps, but before those planned after them."""
-        if self.pending is not None and not self.is_finished:
-            self._finish(self.pending)
+        """Hand on the measurement if the training ends after the timed steps, but before all free and profiled ones."""
+        if self.timed_measurement is not None and not self.is_finished:
+            self._finish(self.timed_measurement)
 
     def _finish(self, measured: Measurement) -> None:
-        """Call ``on_enough`` with the measurement and the busy share: the training may stop."""
+        """Add the GPU's busy share to the measurement, and hand it to ``on_enough``: the training may stop."""
         self.is_finished = True
-        self.pending = replace(
+        self.timed_measurement = replace(
             measured, gpu_busy_share=self._busy.share, gpu_seconds_by_kind=self._busy.seconds_by_kind
         )
-        self._on_enough(self.pending)
+        self._on_enough(self.timed_measurement)
 
     def takes(self, batch: Any) -> None:
         """Record the shapes of a batch before the step trains on it."""
         self._shapes.take(batch)
 
     def _end_batches(self) -> tuple[float, float]:
-        """Return the new shapes of the step that ends, and the tokens of the candidate's whole step; 0 if unknown."""
-        new, tokens = self._shapes.end_step()
-        return new, tokens * self._candidate.gradient_accumulation_steps
+        """End the step's batches; return its new shapes, and the tokens of the candidate's whole step (0: unknown)."""
+        new_shapes, mean_tokens = self._shapes.end_step()
+        return new_shapes, mean_tokens * self._candidate.gradient_accumulation_steps
 
     def start_clock(self) -> None:
-        """Start the clock of a step, after reading the counters, which takes time itself."""
+        """Start the clock of a step, after reading the counters of energy and of waits for a core, which takes time."""
         self._joules_before = self._meter.energy_joules()
         self._core_wait.read()
-        self._previous_end = perf_counter()
+        self._previous_ended_at = perf_counter()
 
     @property
     def micro_steps_begun(self) -> int:
@@ -381,13 +404,13 @@ class StepTimer(StepListener):
         finally:
             seconds = perf_counter() - began
             self._saving_seconds += seconds
-            self._previous_end += seconds
-            self._begin += seconds
-            if len(self._marks) == 1:
+            self._previous_ended_at += seconds
+            self._began_at += seconds
+            if len(self._marks) == 1:  # Before the first micro-step ends: it begins after the save.
                 self._marks = [self._meter.mark()]
 
     def step_is_dropped(self) -> None:
-        """Discard the step that ends, and start the clock of the next one."""
+        """Discard the step that ends, such as one cut short by the end of the data, and start the next one's clock."""
         self._saving_seconds = 0.0
         if self._is_profiled:
             self._busy.stop()
@@ -396,29 +419,32 @@ class StepTimer(StepListener):
         self.checks.step_is_dropped()
         self.start_clock()
         if self._free.is_under_way:
-            self._free.ends(None, 0.0, is_known=False)
+            self._free.ends(None, 0.0, counts=False)
             self._finish_free()
 
-    def _timed_step(self, end: float, wait_seconds: float | None, real_tokens: int | None) -> Timed:
-        """Return the times of the step that ended at ``end``, and clear what was recorded of it."""
+    def _timed_step(self, ended_at: float, wait_seconds: float | None, real_tokens: int | None) -> Timed:
+        """Return the record of the step that ended at ``ended_at``, from its marks and batches, which are then cleared.
+
+        ``wait_seconds`` were spent waiting for batches after the first; ``real_tokens`` are without padding.
+        """
         marks, between = self._marks, self._meter.seconds_between
         # The second micro-step is the first that adds to existing gradients, as all later ones do. Where batches differ
         # in length, the mean is over all micro-steps, since tokens are. With several ranks it is over the first two,
         # since ranks exchange gradients in the last.
-        differ = self._schedule is not None or self._varies
         first, last = 1, 2
-        if differ:
+        if self._schedule is not None or self._varies:
             first, last = 0, len(marks) - 2 if self._ranks.count == 1 else 2
-        data_seconds, saving_seconds = self._begin - self._previous_end, self._saving_seconds
+        data_seconds, saving_seconds = self._began_at - self._previous_ended_at, self._saving_seconds
         self._saving_seconds = 0.0
         new_shapes, tokens = self._end_batches()
+        # Only steps of three or more micro-steps have one between the first and the last.
         micro_seconds = between(marks[first], marks[last]) / (last - first) if len(marks) > 4 else 0.0
         if wait_seconds is not None:
             data_seconds += wait_seconds
             # The time between two marks includes the wait for a batch, which may be shorter than the mean wait.
             micro_seconds = max(0.0, micro_seconds - data_seconds / max(1, len(marks) - 2))
         return Timed(
-            seconds=end - self._previous_end,
+            seconds=ended_at - self._previous_ended_at,
             data_seconds=data_seconds,
             optimizer_seconds=between(marks[-2], marks[-1]),
             micro_seconds=micro_seconds,
@@ -429,75 +455,82 @@ class StepTimer(StepListener):
         )
 
     def _enough(self) -> bool:
-        """Return whether to stop timing: enough is measured, the candidate is behind, or new shapes take too long."""
+        """Return whether to stop timing: enough is measured, the candidate cannot win, or new shapes take too long."""
         if self._is_behind():
             return True
-        new = [step.seconds for step in self._timed if step.new_shapes]
+        of_new_shapes = [step.seconds for step in self._timed if step.new_shapes]
         effort = self._effort
-        takes_long = sum(new) + self._evaluations.total_seconds >= _PATIENCE * effort.max_seconds
-        if len(self._timed) >= 3 and (takes_long or len(new) >= _MOST_NEW * effort.max_steps):
+        takes_long = sum(of_new_shapes) + self._evaluations.total_seconds >= _PATIENCE * effort.max_seconds
+        if len(self._timed) >= 3 and (takes_long or len(of_new_shapes) >= _MOST_NEW * effort.max_steps):
             return True
-        known = [step.seconds for step in self._timed if not step.new_shapes]
+        of_known_shapes = [step.seconds for step in self._timed if not step.new_shapes]
         width = self._estimate().step.relative_half_width
-        if not is_enough(known, effort, width, are_alike=False):
+        if not is_enough(of_known_shapes, effort, width, are_alike=False):
             return False
-        if self._varies or is_enough(known, effort, width):
+        if self._varies or is_enough(of_known_shapes, effort, width):
             return True
-        # Only a slow step is left to recur. Steps are slow because of other processes where threads wait for a core.
+        # Only a slow step would have to recur. That is not waited for where other processes made it slow, as threads
+        # that waited for a core show.
         return any(self._ranks.gather((self._core_wait.share() or 0.0) >= LEAST_CORE_WAIT))
 
     @property
     def _varies(self) -> bool:
+        """Whether batches differ in their number of tokens, in the run or in the timed steps."""
         return self._run.varies or len({step.tokens for step in self._timed}) > 1
 
     def _is_behind(self) -> bool:
-        """Return whether at least two steps show that the candidate cannot win: a single one may be slow by chance."""
-        behind = self._effort.behind_step_seconds
+        """Return whether the candidate cannot win: its steps take longer than ``effort.behind_step_seconds``.
+
+        At least two steps have to, since a single one may be slow by chance.
+        """
+        limit_seconds = self._effort.behind_step_seconds
         known = [step.seconds for step in self._whole_steps() if not step.new_shapes]
-        if behind is None or len(known) < 2:
+        if limit_seconds is None or len(known) < 2:
             return False
+        if self._schedule is None:
+            return min(known) > limit_seconds
         # The first three steps of a schedule are a fast, a slow and a medium one.
-        return min(known) > behind if self._schedule is None else len(known) == 3 and statistics.fmean(known) > behind
+        return len(known) == 3 and statistics.fmean(known) > limit_seconds
 
     def _estimate(self) -> RunEstimate:
         """Return the estimated step time of the run."""
         return estimate_run(self._whole_steps(), self._run)
 
     def _whole_steps(self) -> list[Timed]:
-        """Return the timed steps with the time of the candidate's micro-steps that were not run added."""
-        run = micro_steps_to_run(self._candidate, self._effort)
-        missing = self._candidate.gradient_accumulation_steps - run
-
+        """Return the timed steps, with time added for those of the candidate's micro-steps that were not run."""
+        micro_steps_run = micro_steps_to_run(self._candidate, self._effort)
+        missing = self._candidate.gradient_accumulation_steps - micro_steps_run
         known = [step for step in self._timed if not step.new_shapes]
 
         def whole(step: Timed) -> Timed:
             micro_seconds = step.micro_seconds
             if step.new_shapes and known:
-                # Shapes are new once, not in each of the missing micro-steps.
-                like = min(known, key=lambda one: abs(one.tokens - step.tokens))
-                micro_seconds = like.micro_seconds * (step.tokens / like.tokens if like.tokens else 1.0)
-            added = missing * (micro_seconds + step.data_seconds / run)
+                # Shapes are new once, not in each missing micro-step: take the time of a step with similar tokens.
+                similar = min(known, key=lambda other: abs(other.tokens - step.tokens))
+                micro_seconds = similar.micro_seconds * (step.tokens / similar.tokens if similar.tokens else 1.0)
+            added = missing * (micro_seconds + step.data_seconds / micro_steps_run)
             return step._replace(seconds=step.seconds + added)
 
         return [whole(step) for step in self._timed]
 
     def measurement(self) -> Measurement:
-        """Return the measurement so far; needs at least one measured step."""
+        """Return the measurement so far; needs at least one timed step. All ranks have to call it at once."""
         estimate = self._estimate()
         seconds, spread = estimate.step
         whole = tuple(step.seconds for step in without_new(self._whole_steps()))
         peaks = self._largest_peaks(self._meter.peaks())
-        run = micro_steps_to_run(self._candidate, self._effort)
+        micro_steps_run = micro_steps_to_run(self._candidate, self._effort)
+        # Steps of a schedule differ as the run's do, so that their mean is the run's.
         average = statistics.median if self._schedule is None else statistics.fmean
-        data = average([step.data_seconds for step in self._timed])
+        data_seconds = average([step.data_seconds for step in self._timed])
         worst = self._largest_peaks(self._worst_peaks) if self._worst_peaks else None
         trained, untrained = self.checks.watch.trained, self.checks.watch.untrained
-        arm, timed, middle = self._candidate.arm, self._timed, statistics.median
-        usual = middle(step.seconds for step in timed)
+        arm, timed, median = self._candidate.arm, self._timed, statistics.median
+        usual = median(step.seconds for step in timed)
         micro = [step.micro_seconds for step in timed if step.micro_seconds > 0]
         return Measurement(
             trained_tensors=len(trained) if trained is not None else None,
-            untrained=tuple(untrained[:_NAMED]),
+            untrained=tuple(untrained[:_MOST_NAMED_TENSORS]),
             untrained_tensors=len(untrained),
             step_seconds=seconds,
             step_seconds_each=whole,
@@ -507,10 +540,10 @@ class StepTimer(StepListener):
             peak_allocated_bytes=peaks.allocated,
             peak_reserved_bytes=peaks.reserved,
             warmup_step_seconds=tuple(step.seconds for step in self._warmup),
-            micro_steps_run=run,
+            micro_steps_run=micro_steps_run,
             # DeepSpeed updates within the last micro-step.
-            optimizer_seconds=None if arm.zero_stage is not None else middle(step.optimizer_seconds for step in timed),
-            data_seconds=data * self._candidate.gradient_accumulation_steps / run,
+            optimizer_seconds=None if arm.zero_stage is not None else median(step.optimizer_seconds for step in timed),
+            data_seconds=data_seconds * self._candidate.gradient_accumulation_steps / micro_steps_run,
             device_used_bytes=self._largest_known(self._meter.device_used_bytes()),
             context_bytes=self._largest_known(self._meter.context_bytes()),
             allocation_retries=self._largest_known(self._meter.allocation_retries()),
@@ -533,12 +566,12 @@ class StepTimer(StepListener):
             worst_batch_peak_allocated_bytes=worst.allocated if worst else None,
             worst_batch_peak_reserved_bytes=worst.reserved if worst else None,
             core_wait_share=self._largest_known(self._core_wait.share()),
-            evaluation_seconds=self._evaluations.seconds(statistics.fmean(step.seconds for step in self._timed)),
+            evaluation_seconds=self._evaluations.seconds(statistics.fmean(step.seconds for step in timed)),
             evaluates_every=self._evaluations.every,
-            growth_bytes=self._largest_known(growth_of(self._held, self._meter.fewest_growing_steps)),
+            growth_bytes=self._largest_known(growth_of(self._held_bytes, self._meter.fewest_growing_steps)),
             saving_seconds=statistics.median_low(one.saving_seconds for one in [*self._warmup, *self._timed]) or None,
             ranks=self._ranks.count,
-            micro_step_seconds=statistics.median(micro) if micro and self._ranks.count > 1 else None,
+            micro_step_seconds=median(micro) if micro and self._ranks.count > 1 else None,
         )
 
     def _tokens_per_sample(self) -> float | None:
@@ -546,34 +579,34 @@ class StepTimer(StepListener):
         known = [step.real_tokens for step in self._timed if step.real_tokens is not None]
         if len(known) < len(self._timed):
             return None
-        run, whole = micro_steps_to_run(self._candidate, self._effort), self._candidate.gradient_accumulation_steps
-        return statistics.fmean(known) / (self._candidate.samples_per_step * run / whole)
+        share_run = micro_steps_to_run(self._candidate, self._effort) / self._candidate.gradient_accumulation_steps
+        return statistics.fmean(known) / (self._candidate.samples_per_step * share_run)
 
     def _largest_known(self, figure: Number | None) -> Number | None:
-        """Return the largest figure of the ranks that know theirs; ``None`` where no rank does."""
+        """Return the largest figure of the ranks that know theirs; ``None`` where no rank does. All ranks call this."""
         return max((each for each in self._ranks.gather(figure) if each is not None), default=None)
 
     def _largest_peaks(self, peaks: PeakBytes) -> PeakBytes:
-        """Return the largest peaks of any rank."""
+        """Return the largest allocated and the largest reserved peak of any rank."""
         each = self._ranks.gather((peaks.allocated, peaks.reserved))
         return PeakBytes(max(allocated for allocated, _ in each), max(reserved for _, reserved in each))
 
     def _joules_per_sample(self, step_seconds: float) -> float | None:
-        """Return the mean power of all ranks' devices in the timed steps, times the seconds of a sample.
+        """Return the energy of a sample: mean power of all ranks' devices in the timed steps, times its seconds.
 
         ``None`` where a device's energy is not known, or the steps took less than ``_LEAST_ENERGY_SECONDS``.
         """
-        run_seconds = sum(step.seconds for step in self._timed)
+        timed_seconds = sum(step.seconds for step in self._timed)
         each = [joules for joules in self._ranks.gather(self._joules) if joules is not None]
         joules = sum(each) if len(each) == self._ranks.count else None
-        if joules is None or run_seconds < _LEAST_ENERGY_SECONDS:
+        if joules is None or timed_seconds < _LEAST_ENERGY_SECONDS:
             return None
-        return joules / run_seconds * step_seconds / self._candidate.samples_per_step
+        return joules / timed_seconds * step_seconds / self._candidate.samples_per_step
 
     def _worst_step_seconds(self) -> float | None:
-        """Return the seconds of the fastest warm-up step on the largest batches, without the first.
+        """Return the seconds of the fastest warm-up step on the largest batches, but not of the first step.
 
-        The first step has no optimizer state yet. ``None`` where there is no other, without a dataset, and for images.
+        The first has no optimizer state yet. ``None`` where it is the only one, without a dataset, and for images.
         """
         if self._schedule is None or self._worst_tokens is None:
             return None

@@ -344,14 +344,14 @@ class Trial:
             loss = float(trainer.train().training_loss)
         except Exception:
             # Perhaps only a step after the timed ones failed. With several ranks, others would wait for this one.
-            if timer.pending is None or self._ranks.count > 1:
+            if timer.timed_measurement is None or self._ranks.count > 1:
                 raise
             traceback.print_exc()
         if (problem := watch.problem()) is not None:
             return Failed("non_finite", problem, during="train")
-        if timer.pending is None:
+        if timer.timed_measurement is None:
             return Failed("error", "training ended before enough steps were measured", during="train")
-        return self._completed(timer.pending, loss, trainer)
+        return self._completed(timer.timed_measurement, loss, trainer)
 
     def _prepare(self, trainer: Any) -> None:
         """Prepare a ``Trainer`` further before it trains; for subclasses."""

@@ -102,9 +102,9 @@ class OwnTrial(Trial):
 
     def _end_after(self, error: BaseException) -> NoReturn:
         """End the process after an error, which is ignored if enough was measured."""
-        if self._timer is not None and self._timer.pending is not None:
+        if self._timer is not None and self._timer.timed_measurement is not None:
             # Only the profiled step failed, after all that is needed was measured.
-            self._end(self._completed(self._timer.pending, None))
+            self._end(self._completed(self._timer.timed_measurement, None))
         # A loop that ends by itself, or is left, has been measured as far as it went.
         ended_itself = isinstance(error, UserCodeError | SystemExit)
         if ended_itself and self._steps is not None and self._timer is not None and self._timer.has_measured:

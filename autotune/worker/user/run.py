@@ -92,9 +92,8 @@ class TrainerLook(Look, TrainerTrial):
             None if self._is_unmodified else applied_settings(self._candidate.arm),
             lambda step: self._finish(LookAnswer((step,))),
             seed=self._look.seed,
-            noise=self._look.noise,
-            # Weights become float32 only where they and their gradients fit into half of the limit.
-            most_bytes=self._look.cap_bytes // 2,
+            step_seed=self._look.seed + self._look.noise,
+            most_float32_bytes=self._look.cap_bytes // 2,
         )
 
 
@@ -167,7 +166,7 @@ class _FirstStep:
             for number, model in enumerate(self._models.values())
         )
         if self._passes:
-            self._finish(step_of(parameters, self._loss_sum, self._samples, self._passes, batch=self._input_sum))
+            self._finish(step_of(named, self._loss, self._samples, self._passes, input_sum=self._batch))
 
 
 def run_own(
