@@ -1,4 +1,4 @@
-"""Look once more whether a study's winner trains as its baseline does, with the precision that was measured."""
+"""Check again whether a study's winner trains as its baseline does, now with the precision that was measured."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from autotune.verify.target import Target
 
 @dataclass(frozen=True, slots=True)
 class LossComparisonDocument:
-    """A comparison of the winner's training with the baseline's."""
+    """A comparison of the first steps of two trainings: the winner's and the baseline's."""
 
     same: bool
     candidate: Any
+    """The winner's settings."""
     reference: Any
     """The baseline's settings with as many samples a step."""
     look: Look
     finding: str
+    """The result in one sentence."""
 
     def check(self) -> None:
         """Raise ``DifferentTrainingError`` where the trainings differ."""
@@ -35,9 +37,9 @@ class LossComparisonDocument:
 
 
 def reference_of(candidate: Candidate, baseline: Arm) -> Candidate:
-    """Return the baseline's settings with the effective batch and optimizer of the candidate.
+    """Return what a candidate is compared with: the baseline's settings with its effective batch and optimizer.
 
-    Another optimizer would be another training.
+    With another optimizer the two would train differently by intention.
     """
     batch, accumulation = Batches(candidate.samples_per_step).baseline()
     return Candidate(dataclasses.replace(baseline, optim=candidate.arm.optim), batch, accumulation)
@@ -60,9 +62,13 @@ def check_can_compare(target: Target) -> None:
 
 
 def compare_losses(target: Target, log_folder: Path) -> LossComparisonDocument:
-    """Compare the first steps of the winner and of ``reference_of``. Raises ``TrialServerError`` where that fails."""
+    """Compare the first step of the winner with that of the baseline's settings (``reference_of``).
+
+    Raises ``InvalidRequestError`` for several ranks and own datasets, ``TrialServerError`` where a step fails.
+    """
     check_can_compare(target)
     candidate, baseline = target.best.candidate, target.report.baseline
+    # A study without a measured baseline is compared with default settings.
     plain = Arm(attn_implementation=candidate.arm.attn_implementation)
     reference = reference_of(candidate, baseline.candidate.arm if baseline is not None else plain)
     with TrialServer(target.placement, target.workload, log_folder) as server:

@@ -69,8 +69,8 @@ def describe_ends(interval: Interval) -> str:
     return f"{format_rate(interval.low)} to {format_rate(interval.high)}"
 
 
-def mean_speed(samples_per_second: float, stretches: Sequence[float]) -> Interval:
-    """Return the interval of a run's mean speed, from the speeds of its consecutive stretches.
+def mean_speed(samples_per_second: float, stretch_speeds: Sequence[float]) -> Interval:
+    """Return a run's mean speed with its interval, from the speeds of the run's consecutive stretches.
 
     A stretch is the mean of several steps, so neighbouring steps that are slow together widen the interval. A single
     stretch gives no variance, so its interval is unbounded.
@@ -80,12 +80,12 @@ def mean_speed(samples_per_second: float, stretches: Sequence[float]) -> Interva
     one stall does not refute a promise. A speed that the run does not reach even without its slowest stretch is
     refuted.
     """
-    if not stretches:
+    if not stretch_speeds:
         return Interval(samples_per_second, 0.0, math.inf)
-    seconds = [1 / speed for speed in stretches]
+    seconds = [1 / speed for speed in stretch_speeds]
     mean = math.fsum(seconds) / len(seconds)
     least, most = _ends_of_mean(seconds)
-    # In their order, since neighbours may be slow together.
+    # The stretches stay in their order, since neighbours may be slow together.
     slowest = seconds.index(max(seconds))
     least_without_slowest, _ = _ends_of_mean([*seconds[:slowest], *seconds[slowest + 1 :]])
     least = max(least, least_without_slowest)
@@ -103,7 +103,10 @@ def _ends_of_mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def slack(promised: Interval, obtained: Interval) -> float:
-    """Return the largest relative slow-down that a run as noisy as this one would not refute."""
+    """Return the largest relative slow-down that would go unnoticed in a run as noisy as this one.
+
+    A run misses the promise where the upper end of its interval, ``noise`` times its mean, is below the promised one.
+    """
     noise = obtained.high / obtained.mean
     return 1 - promised.low / promised.mean / noise
 
@@ -126,7 +129,7 @@ def compare(promised: Interval, obtained: Interval) -> Verdict:
 
 @dataclass(frozen=True)
 class Target:
-    """The winner of a study, its exported arguments, and where to run them."""
+    """The winner of a study with its promised speed, its exported arguments, and the devices to train on."""
 
     report: Report
     best: TrialRecord
@@ -160,7 +163,7 @@ class Target:
         return Workload.from_document(self.report.workload)
 
     def work(self, steps: int, *, evaluates: bool, data_folder: Path | None = None) -> StockWork:
-        """Return the work for a process of ``autotune.worker.verify.stock``."""
+        """Return the work for a process of ``autotune.worker.verify.stock``; ``evaluates`` asks for pauses, too."""
         return StockWork(
             self.workload,
             self.placement.rank_devices,
@@ -179,7 +182,10 @@ class Target:
 
 
 def what_is_not_verified(workload: Document, *, any_order: bool = False) -> str | None:
-    """Return in words the part of a workload that a stock ``Trainer`` does not run in 100 steps; else ``None``."""
+    """Return in words why a stock ``Trainer`` cannot verify a workload in 100 steps; ``None`` where it can.
+
+    With ``any_order``, samples may be grouped by length.
+    """
     if workload.get("source") or workload.get("task") == "own":
         return "your own code, which makes the model and the Trainer itself: verify does not run that"
     if any_order or (workload.get("data") or {}).get("group_by_length"):
@@ -307,6 +313,7 @@ def placement_of(report: Report, among: Sequence[Device] | None = None) -> Place
         return Placement.of(*devices_of_ranks(measured, report.study.name, devices))
     kind, name = measured["device_kind"], measured["device_name"]
     alike = [device for device in devices if (device.kind, device.name) == (kind, name)]
+    # The measured device itself comes first, then others of its kind and memory.
     same = [device for device in alike if device.uuid == measured["device_uuid"]]
     same += [d for d in alike if d.kind == "cpu" or d.memory_total_bytes == measured["device_memory_bytes"]]
     if same:

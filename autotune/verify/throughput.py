@@ -46,7 +46,10 @@ _MOST_TIMES_SLOWER = 20
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The measurements of a stock run, compared with what was promised."""
+    """The measurements of a stock run, compared with what was promised.
+
+    The run is timed in stretches of several steps. In its middle it pauses for one evaluation and one checkpoint.
+    """
 
     target: Target
     steps: int
@@ -78,27 +81,27 @@ class Verification:
 
     @property
     def steps_timed(self) -> int:
-        """Number of optimizer steps in the stretches."""
+        """Number of optimizer steps in the timed stretches."""
         return sum(stretch.steps for stretch in self.obtained.stretches)
 
     @property
     def samples_timed(self) -> int:
-        """Number of samples in the stretches; the last step of an epoch may have fewer than others."""
+        """Number of samples in the timed stretches; the last step of an epoch may have fewer than other steps."""
         return sum(stretch.samples for stretch in self.obtained.stretches)
 
     @property
     def new_shapes(self) -> int:
-        """Number of padded lengths in the stretches that were new to the GPU."""
+        """Number of padded lengths in the timed stretches that were new to the GPU."""
         return sum(stretch.new_shapes for stretch in self.obtained.stretches)
 
     @property
     def steady_promise(self) -> Interval:
-        """The promised speed of steps without new shapes."""
+        """The promised speed of steps whose padded lengths the GPU already knows."""
         return self.target.promise.scaled(1 / self.target.promised.steady_share)
 
     @property
     def promise(self) -> Interval:
-        """The promised speed of the timed steps, including extra time for padded lengths new to the GPU."""
+        """The promised speed of the timed steps, with the extra time of as many new padded lengths as they had."""
         promise = self.steady_promise
         if not self.samples_timed:
             return promise
@@ -107,18 +110,19 @@ class Verification:
 
     @property
     def speed(self) -> Interval | None:
-        """The run's mean speed; the interval around it is from stretches less the extra time of new lengths.
+        """The run's mean speed with its interval; ``None`` where the run failed.
 
-        The mean has that extra time, as ``promise`` has. ``None`` where the run failed.
+        The mean includes the extra time of new lengths, as ``promise`` does. The width of the interval is from the
+        speeds of the stretches without that time, which differs between stretches for a known reason.
         """
         if self.samples_per_second is None:
             return None
-        each: list[float] = []
-        for stretch in self.obtained.stretches:
-            seconds = stretch.seconds
-            # The extra time of new lengths varies, so it is never taken for most of a stretch.
-            each.append(stretch.samples / max(seconds - self._new_seconds(stretch.new_shapes), seconds / 2))
-        return mean_speed(self.samples_per_second, each)
+        # The extra time of new lengths varies, so no more than half of a stretch is taken for it.
+        stretch_speeds = [
+            each.samples / max(each.seconds - self._new_seconds(each.new_shapes), each.seconds / 2)
+            for each in self.obtained.stretches
+        ]
+        return mean_speed(self.samples_per_second, stretch_speeds)
 
     def _new_seconds(self, new_shapes: int) -> float:
         """Return the extra time of new lengths, as measured in the search; 0 where not measured."""
@@ -126,11 +130,12 @@ class Verification:
 
     @property
     def judges_allocated(self) -> bool:
-        """Whether peak allocated memory is compared, where reserved memory depends on more than the training.
+        """Whether peak allocated memory is compared, instead of reserved memory.
 
-        That is so with expandable segments, with batches of different lengths (the allocator keeps freed blocks of
-        every length, up to its cap), and with CUDA graphs, whose pool is filled in an order that a cold compiler cache
-        changes: ModernBERT reserved 14.1 and 15.5 GiB with the same peak allocated (H200, 23 November 2026).
+        Reserved memory depends on more than the training with expandable segments, with batches of different lengths
+        (the allocator keeps freed blocks of every length, up to its cap), and with CUDA graphs, whose pool is filled in
+        an order that a cold compiler cache changes: ModernBERT reserved 14.1 and 15.5 GiB with the same peak allocated
+        (H200, 23 November 2026).
         """
         arm = self.target.best.candidate.arm
         return self.target.has_data or arm.expandable_segments or replays_graphs(arm)
@@ -141,26 +146,28 @@ class Verification:
         return self.peak_bytes("allocated" if self.judges_allocated else "reserved")
 
     def peak_bytes(self, kind: Literal["allocated", "reserved"]) -> int | None:
-        """Return the steps' peak, without the evaluation's and the checkpoint's; ``None`` where the run failed.
+        """Return the peak memory of the training steps alone; ``None`` where the run failed.
 
-        Peaks only grow in a run: one above that of the pauses is the steps' own, else the one before them counts.
+        The recorded peak is the largest so far. Where it rose after the pauses (evaluation and checkpoint), training
+        steps reached the last value. Otherwise the pauses may have, and the peak before them is returned.
         """
         peaks = {moment: int(getattr(peak, kind)) for moment, peak in self.obtained.peak_bytes.items()}
         if not peaks:
             return None
-        end = peaks["end"]
-        after_pauses = peaks.get("save", peaks.get("evaluate", end))
-        return end if end > after_pauses else peaks.get("before", end)
+        at_end = peaks["end"]
+        # A run without an evaluation has no pauses, and its last peak alone.
+        after_pauses = peaks.get("save", peaks.get("evaluate", at_end))
+        return at_end if at_end > after_pauses else peaks.get("before", at_end)
 
     @property
     def promised_peak_bytes(self) -> int:
-        """The promised peak to compare with."""
+        """The promised peak to compare with: of reserved or allocated memory, see ``judges_allocated``."""
         promised = self.target.promised
         return promised.peak_allocated_bytes if self.judges_allocated else promised.peak_reserved_bytes
 
     @property
     def slack_bytes(self) -> int:
-        """Bytes by which a peak may be higher because of the libraries of a fresh process."""
+        """Bytes by which a peak on a CPU may be higher: a fresh process has libraries and pages of its own."""
         return CPU_SLACK_BYTES if self.target.placement.kind == "cpu" else 0
 
     @property
@@ -196,23 +203,20 @@ class Verification:
         ]
 
     def verdict(self) -> Verdict:
-        """Return whether the promise was kept, as far as the two intervals allow to decide."""
+        """Return whether the promise was kept, as far as the intervals of both speeds allow to decide."""
         if self.misses() or self.speed is None:
             return "missed"
         return compare(self.promise, self.speed)
 
     def why(self) -> str | None:
-        """Return why the intervals are inconclusive, or by how much the run is faster; ``None`` for other verdicts."""
+        """Return why the intervals cannot tell, or by how much the run is faster; ``None`` for any other verdict."""
         promise, speed = self.promise, self.speed
-        if speed is None:
-            return None
-        verdict = compare(promise, speed)
-        if verdict in ("kept", "missed"):
+        if speed is None or (verdict := compare(promise, speed)) in ("kept", "missed"):
             return None
         obtained, promised = f"{describe_speed(speed)} {self.rate_unit}", describe_ends(promise)
         if verdict == "faster":
-            low = 1 - promise.mean / speed.mean
-            return f"{obtained} lie above the promised {promised}; the search measured {low:.0%} too low"
+            too_low = 1 - promise.mean / speed.mean
+            return f"{obtained} lie above the promised {promised}; the search measured {too_low:.0%} too low"
         if speed.mean < promise.low:
             return f"{obtained} lie below the promised {promised}, but reach into them"
         return f"the intervals are too wide: a run {slack(promise, speed):.0%} slower would go unnoticed"
@@ -222,6 +226,7 @@ class Verification:
         misses, batch = self.misses(), self.target.best.candidate.per_device_train_batch_size
         if not misses:
             return
+        # Where speed alone was missed, memory needs no more headroom.
         how = "on an idle machine" if misses == self._too_slow() else "with more --headroom, on an idle machine"
         hint = f"search again {how}; autotune devices shows other processes"
         if self.obtained.during == "evaluate" and self.target.arguments.get(EVALUATION_BATCH) != batch:
@@ -241,10 +246,13 @@ def check_steps(steps: int | None) -> None:
 
 
 def steps_of(target: Target, asked: int | None) -> int:
-    """Return the number of steps of a stock run. Raises ``InvalidRequestError`` for too few."""
+    """Return the number of steps of a stock run: as ``asked``, else as many as take ``_USUAL_SECONDS``, within limits.
+
+    Raises ``InvalidRequestError`` for too few.
+    """
     check_steps(asked)
-    within = int(_USUAL_SECONDS / target.promised.step_seconds)
-    return asked if asked is not None else max(LEAST_STEPS, min(within, _USUAL_STEPS))
+    steps_in_time = int(_USUAL_SECONDS / target.promised.step_seconds)
+    return asked if asked is not None else max(LEAST_STEPS, min(steps_in_time, _USUAL_STEPS))
 
 
 def verify(
@@ -255,9 +263,11 @@ def verify(
     wait: Wait | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Verification:
-    """Run the stock process and compare. Raises ``TrialServerError`` where it fails for a reason other than memory.
+    """Train the target in a stock process for some steps, and return its measurements beside the promise.
 
-    A GPU on which a search runs is a ``DeviceError``; with ``wait`` this waits for its end, and reports so to ``note``.
+    ``None`` steps are a usual number. Raises ``TrialServerError`` where the process fails for a reason other than
+    memory, and ``DeviceError`` where a search runs on the GPU. With ``wait``, which is called with the reason for a
+    wait, that search is waited for; ``note`` gets remarks in words.
     """
     steps = steps_of(target, steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
@@ -282,7 +292,10 @@ def verify(
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:
-    """Return the folder of the prepared dataset, which is prepared again if it is gone; ``None`` without a dataset."""
+    """Return the folder of the study's prepared dataset; ``None`` without a dataset.
+
+    A dataset that is gone is prepared again, by a trial server. ``logs`` is the folder of all studies' logs.
+    """
     workload = target.workload
     if workload.data is None:
         return None
@@ -294,7 +307,7 @@ def _data_folder(target: Target, logs: Path) -> Path | None:
 
 
 def notes(verification: Verification) -> Iterator[str]:
-    """Yield notes that limit the validity of the comparison."""
+    """Yield sentences on what limits the comparison: other package versions, unsaved checkpoints, new lengths, …"""
     target, obtained = verification.target, verification.obtained
     recorded = target.report.environment["packages"]
     changed = [
@@ -329,7 +342,7 @@ def notes(verification: Verification) -> Iterator[str]:
 
 
 def verification_lines(verification: Verification) -> list[str]:
-    """Return a table of promised and measured values, and notes."""
+    """Return the lines of ``autotune verify``: a table of promised and measured values, notes, and the verdict."""
     target, obtained = verification.target, verification.obtained
     word = counted_in(target.report.workload)
     promised, promise, speed = target.promised, verification.promise, verification.speed
@@ -383,7 +396,7 @@ class PromisedDocument:
 
 @dataclass(frozen=True, slots=True)
 class ObtainedDocument:
-    """What a stock ``Trainer`` did."""
+    """What a stock ``Trainer`` did in the run that verifies the promise."""
 
     state: RunState
     message: str | None
