@@ -34,7 +34,7 @@ def auto_class(workload: Workload) -> Any:
 
 
 def build_config(workload: Workload) -> Any:
-    """Return the ``PretrainedConfig``, with the workload's dtype in place of the file's."""
+    """Return the model's ``PretrainedConfig`` from the workload, whose own dtype replaces that of the file."""
     facts = {key: value for key, value in workload.config.items() if key not in ("model_type", "torch_dtype", "dtype")}
     config = AutoConfig.for_model(workload.model_type, **facts)
     if workload.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
@@ -49,6 +49,7 @@ def model_class(workload: Workload) -> Any:
     Raises ``ValueError`` where transformers has no class for this task and model type.
     """
     config, found = build_config(workload), {}
+    # Other tasks are only for the message.
     for task in (workload.task, *TASKS):
         with contextlib.suppress(KeyError):
             found[task] = class_for_config(auto_class(dataclasses.replace(workload, task=task)), config)
@@ -118,7 +119,7 @@ def build_model(workload: Workload, attn_implementation: str, device: torch.devi
     is_on_meta = device.type == "meta"
     with warnings.catch_warnings(action="ignore"):
         if workload.weights:
-            # ZeRO-3 reads them itself, and gives each rank its part.
+            # ZeRO-3 reads weights itself, and gives each rank its part.
             streamed = {} if is_deepspeed_zero3_enabled() else {"device_map": {"": device}}
             model = auto_class(workload).from_pretrained(
                 workload.weights,
@@ -128,6 +129,7 @@ def build_model(workload: Workload, attn_implementation: str, device: torch.devi
                 **streamed,
             )
         else:
+            # A model to be quantized is built without values, and its weights are then drawn and quantized one by one.
             drawn_later = workload.quantize is not None and not is_on_meta
             with torch.device("meta" if drawn_later else device):
                 model = auto_class(workload).from_config(
@@ -155,7 +157,7 @@ def quantization_config(workload: Workload) -> Any:
 
 
 def with_lora(model: Any, workload: Workload) -> Any:
-    """Return a model with frozen weights and LoRA adapters.
+    """Add LoRA adapters to a model and freeze its own weights; return peft's model around it.
 
     Raises ``InvalidRequestError`` for a rank that exceeds a layer's size, for a target that matches no layer, and for
     one whose layers peft cannot adapt.
@@ -222,9 +224,9 @@ def quantize_at_random(model: Any, workload: Workload, device: torch.device) -> 
 def _random_weight(
     model: Any, name: str, tensor: Any, quantizer: Any, workload: Workload, device: torch.device
 ) -> torch.Tensor:
-    """Return a tensor for a ``meta`` parameter or buffer on a device.
+    """Return a tensor on a device for ``tensor``, the ``meta`` parameter or buffer of a model that is called ``name``.
 
-    Outside of quantized layers its values are not set. In these, weights are drawn and quantized, and biases are 0.
+    In a quantized layer it is a drawn and quantized weight, or a bias of 0. Elsewhere its values are not set yet.
     """
     path, _, own = name.rpartition(".")
     module = model.get_submodule(path)
@@ -320,7 +322,10 @@ def fill(model: Any, device: torch.device) -> None:
 
 
 def _modules_with_owners(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield modules, children first, with the transformers model around them, which can initialize them."""
+    """Yield modules, children first, each with the innermost transformers model around it, which can initialize it.
+
+    ``owner`` is the transformers model around ``module``; ``None`` where there is none.
+    """
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         yield from _modules_with_owners(child, owner)
@@ -328,7 +333,7 @@ def _modules_with_owners(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _fill_module(module: Any, owner: Any) -> None:
-    """Initialize a module's own weights in full, and keep this rank's part."""
+    """Give a module's own tensors values as ``owner`` initializes them: in full, of which this rank keeps its part."""
     parts: dict[str, DTensor] = {}
     for own in (module._parameters, module._buffers):
         for name, tensor in own.items():
@@ -342,18 +347,15 @@ def _fill_module(module: Any, owner: Any) -> None:
                 tensor.fill_(_UNDRAWN)
     owner._init_weights(module)
     for name, part in parts.items():
-        _copy_local_part(part, module._parameters[name])
+        # Without communication, since every rank has the whole tensor.
+        whole = module._parameters[name].detach()
+        mine = distribute_tensor(whole, part.device_mesh, part.placements, src_data_rank=None)
+        part.to_local().copy_(mine.to_local())
         module._parameters[name] = part
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             # A tied tensor is not drawn again, nor is one by a module around this one.
             tensor._is_hf_initialized = True
-
-
-def _copy_local_part(part: DTensor, whole: torch.Tensor) -> None:
-    # Without communication, since every rank has the whole tensor.
-    mine = distribute_tensor(whole.detach(), part.device_mesh, part.placements, src_data_rank=None)
-    part.to_local().copy_(mine.to_local())
 
 
 def _take_from_files(model: Any, workload: Workload) -> None:

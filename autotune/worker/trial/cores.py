@@ -44,6 +44,7 @@ def pin_to_one_core(device_uuid: str, core: int | None = None) -> int | None:
     torch.set_num_threads(1)
 
     def unpinned(start: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Call ``start``, which starts a program, with this thread allowed to use all cores meanwhile."""
         before = os.sched_getaffinity(0)
         _allow(usable)
         try:
@@ -72,7 +73,7 @@ def _allow(cores: Collection[int]) -> None:
 
 
 class CoreWait:
-    """Adds up, over the measured steps, the time in which threads of this process were ready and had no core.
+    """Adds up, over the measured steps, the time in which threads of this process were ready to run but had no core.
 
     The time is the second number of ``/proc/self/task/*/schedstat``, in nanoseconds (Linux,
     Documentation/scheduler/sched-stats.rst).

@@ -296,15 +296,6 @@ def _with_layers(workload: Workload, layers: int | None) -> Workload:
     return dataclasses.replace(workload, config=facts)
 
 
-def _fewer_layers(workload: Workload) -> int | None:
-    """Return a quarter of the number of layers, for a second look at a model that does not fit.
-
-    ``None`` with fewer than four layers, and for pretrained weights, which need all layers.
-    """
-    layers = getattr(build_config(workload), "num_hidden_layers", None)
-    return layers // _FEWER if layers and layers >= _FEWER and not workload.weights else None
-
-
 def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
     """Return the records of each candidate's first step, or the problem that prevents one.
 
@@ -345,8 +336,10 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
         return Problem(str(error))
     except Exception as error:
         outcome = failure_of(error, meter, "look", None, on_cpu=work.devices.kind == "cpu")
-        fewer = _fewer_layers(workload) if isinstance(outcome, OutOfMemory) else None
-        return Problem(outcome.message) if fewer is None else LookAnswer(fewer_layers=fewer)
+        # Pretrained weights have a fixed number of layers.
+        may_shrink = isinstance(outcome, OutOfMemory) and not workload.weights
+        layers = (getattr(build_config(workload), "num_hidden_layers", None) or 0) if may_shrink else 0
+        return LookAnswer(problem=outcome.message, fewer_layers=layers // _FEWER or None)
 
 
 def in_full_float32() -> None:

@@ -23,7 +23,7 @@ from autotune.space.arms import compiles
 from autotune.space.space import batches_ahead
 from autotune.worker.dataset.prepared import Schedule
 from autotune.worker.rendezvous import Ranks
-from autotune.worker.trial.batch_shapes import BatchShapes, RunEstimate, Timed, estimate_run, without_new
+from autotune.worker.trial.batch_shapes import BatchShapes, Timed, estimate_run, without_new
 from autotune.worker.trial.cores import CoreWait
 from autotune.worker.trial.free_steps import FreeSteps, most_free_steps
 from autotune.worker.trial.meter import BusyStep, Meter, Profiler, growth_of
@@ -109,10 +109,7 @@ class Evaluations:
         return sum(seconds for _, seconds in self._steps)
 
     def seconds(self, step_seconds: float) -> float | None:
-        """Return the mean seconds of an evaluation alone; ``None`` where none was seen.
-
-        ``step_seconds``, the mean of steps without an evaluation, is subtracted.
-        """
+        """Return the mean seconds of an evaluation, less ``step_seconds`` of its step; ``None`` where none was seen."""
         return max(0.0, self.total_seconds / len(self._steps) - step_seconds) if self._steps else None
 
     @property
@@ -342,13 +339,11 @@ class StepTimer(StepListener):
             self._finish(self.timed_measurement)
 
     def _end_profiled(self, measured: Measurement) -> None:
-        """Record a step after the timed ones, which is profiled unless its shapes are new; finish after enough of them.
-
-        The busy share is over the seconds of the ``measured`` steps, since the profiler slows down the host.
-        """
+        """Record a step after the timed ones, profiled unless its shapes are new; finish after enough of them."""
         _, tokens = self._end_batches()
         if self._is_profiled:
             relative_size = tokens / self._run.step_tokens if tokens and self._run.step_tokens else 1.0
+            # The profiler slows down the host, so the busy seconds are compared with those of the timed steps.
             self._busy.step_ends(measured.steady_step_seconds or measured.step_seconds, relative_size)
             self._profiled_steps += 1
         self._step_is_over()
@@ -464,7 +459,7 @@ class StepTimer(StepListener):
         if len(self._timed) >= 3 and (takes_long or len(of_new_shapes) >= _MOST_NEW * effort.max_steps):
             return True
         of_known_shapes = [step.seconds for step in self._timed if not step.new_shapes]
-        width = self._estimate().step.relative_half_width
+        width = estimate_run(self._whole_steps(), self._run).step.relative_half_width
         if not is_enough(of_known_shapes, effort, width, are_alike=False):
             return False
         if self._varies or is_enough(of_known_shapes, effort, width):
@@ -479,10 +474,7 @@ class StepTimer(StepListener):
         return self._run.varies or len({step.tokens for step in self._timed}) > 1
 
     def _is_behind(self) -> bool:
-        """Return whether the candidate cannot win: its steps take longer than ``effort.behind_step_seconds``.
-
-        At least two steps have to, since a single one may be slow by chance.
-        """
+        """Return whether two or more steps, since one may be slow by chance, show that the candidate cannot win."""
         limit_seconds = self._effort.behind_step_seconds
         known = [step.seconds for step in self._whole_steps() if not step.new_shapes]
         if limit_seconds is None or len(known) < 2:
@@ -491,10 +483,6 @@ class StepTimer(StepListener):
             return min(known) > limit_seconds
         # The first three steps of a schedule are a fast, a slow and a medium one.
         return len(known) == 3 and statistics.fmean(known) > limit_seconds
-
-    def _estimate(self) -> RunEstimate:
-        """Return the estimated step time of the run."""
-        return estimate_run(self._whole_steps(), self._run)
 
     def _whole_steps(self) -> list[Timed]:
         """Return the timed steps, with time added for those of the candidate's micro-steps that were not run."""
@@ -515,9 +503,10 @@ class StepTimer(StepListener):
 
     def measurement(self) -> Measurement:
         """Return the measurement so far; needs at least one timed step. All ranks have to call it at once."""
-        estimate = self._estimate()
+        whole_steps = self._whole_steps()
+        estimate = estimate_run(whole_steps, self._run)
         seconds, spread = estimate.step
-        whole = tuple(step.seconds for step in without_new(self._whole_steps()))
+        each_seconds = tuple(step.seconds for step in without_new(whole_steps))
         peaks = self._largest_peaks(self._meter.peaks())
         micro_steps_run = micro_steps_to_run(self._candidate, self._effort)
         # Steps of a schedule differ as the run's do, so that their mean is the run's.
@@ -533,9 +522,9 @@ class StepTimer(StepListener):
             untrained=tuple(untrained[:_MOST_NAMED_TENSORS]),
             untrained_tensors=len(untrained),
             step_seconds=seconds,
-            step_seconds_each=whole,
-            relative_spread=spread if len(whole) > 1 else 0.0,
-            steady_error=estimate.steady_error if len(whole) > 1 else 0.0,
+            step_seconds_each=each_seconds,
+            relative_spread=spread if len(each_seconds) > 1 else 0.0,
+            steady_error=estimate.steady_error if len(each_seconds) > 1 else 0.0,
             samples_per_second=self._candidate.samples_per_step / seconds,
             peak_allocated_bytes=peaks.allocated,
             peak_reserved_bytes=peaks.reserved,

@@ -54,7 +54,7 @@ class Meter:
         """Wait until the device has finished all work."""
 
     def mark(self) -> Any:
-        """Return a point on the device's timeline; cheap enough for every micro-step."""
+        """Return a point on the device's timeline, for ``seconds_between``; cheap enough for every micro-step."""
         return perf_counter()
 
     def seconds_between(self, start: Any, end: Any) -> float:
@@ -91,12 +91,13 @@ class Meter:
 
 
 class CudaMeter(Meter):
-    """Measures with CUDA events, the caching allocator's statistics and NVML."""
+    """Measures with CUDA events, the caching allocator's statistics and NVML. ``is_alone``: there is no other rank."""
 
     def __init__(self, uuid: str, index: int = 0, *, is_alone: bool = True) -> None:
         self.device = torch.device("cuda", index)
         self._uuid = uuid
         self._is_alone = is_alone
+        # Before CUDA starts: the growth since then is the size of its context.
         self._used_before_bytes = nvml.current_session().used_bytes(uuid)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.set_device(self.device)
@@ -215,7 +216,7 @@ def failure_of(
 ) -> OutOfMemory | Failed:
     """Return the outcome of a training that ended with an exception, and print the exception to the log.
 
-    ``meter`` is ``None`` where the training ended before its device was opened.
+    ``during`` names the phase that failed. ``meter`` is ``None`` where the training ended before its device was opened.
     """
     peaks = None
     if meter is not None:
@@ -240,15 +241,15 @@ def failure_of(
 _LOOKED_AT, _LEAST_GROWTH = 24, 2**16
 
 
-def growth_of(held: Sequence[int | None], fewest: int = Meter.fewest_growing_steps) -> int | None:
-    """Return the growth of memory per step in bytes, such as from graphs that are kept.
+def growth_of(held_bytes: Sequence[int | None], fewest_steps: int = Meter.fewest_growing_steps) -> int | None:
+    """Return the growth of memory per step in bytes, such as from graphs that are kept, from the bytes after each step.
 
-    ``None`` without growth, and where fewer than ``fewest`` steps after the first are known. Memory grows if it grew by
+    ``None`` without growth, and where fewer than ``fewest_steps`` after the first are known. Memory grows if it grew by
     ``_LEAST_GROWTH`` or more per step in both halves of the last steps, by amounts within a factor of 2.
     """
     # In the first step the optimizer gets its state.
-    last = [each for each in held[1:] if each is not None][-_LOOKED_AT:]
-    if len(last) < fewest:
+    last = [each for each in held_bytes[1:] if each is not None][-_LOOKED_AT:]
+    if len(last) < fewest_steps:
         return None
     middle, end = len(last) // 2, len(last) - 1
     halves = (last[middle] - last[0]) / middle, (last[end] - last[middle]) / (end - middle)
@@ -292,14 +293,14 @@ def context_bytes(uuid: str, *, convolves: bool) -> int:
 def context_beside(
     uuid: str, used_before_bytes: int | None, reserved_bytes: int, *, is_alone: bool = True
 ) -> int | None:
-    """Return this process's memory on a GPU beside its allocator's reserved bytes; ``None`` if unknown.
+    """Return the memory that this process holds on a GPU beside its allocator's reserved bytes; ``None`` if unknown.
 
     NVML does not report memory by process everywhere (containers hide process ids). Where it does not, this is the
     growth of all used memory since a reading before CUDA started, which includes other processes. So the growth is
     limited to the largest context, unless this is one of several ranks: their libraries take more.
     """
     own_bytes = nvml.current_session().own_bytes(uuid)
-    # In a container, the number of another process of the host may be this one's.
+    # In a container, NVML may give the memory of another process of the host, one with the same number.
     if own_bytes is not None and own_bytes > reserved_bytes:
         return own_bytes - reserved_bytes
     used_bytes = nvml.current_session().used_bytes(uuid)
@@ -374,21 +375,24 @@ def work_on_gpu(profile: Any) -> tuple[float | None, dict[str, float]]:
 
 def busy_seconds(intervals: Iterable[tuple[int, int]]) -> float | None:
     """Return the seconds covered by at least one interval of nanoseconds; ``None`` without intervals."""
-    total, reached = 0, None
+    covered, covered_until = 0, None
     for start, end in sorted(intervals):
-        begin = start if reached is None else max(start, reached)
-        total += max(0, end - begin)
-        reached = end if reached is None else max(reached, end)
-    return None if reached is None else total * _NS
+        begin = start if covered_until is None else max(start, covered_until)
+        covered += max(0, end - begin)
+        covered_until = end if covered_until is None else max(covered_until, end)
+    return None if covered_until is None else covered * _NS
 
 
 class BusyStep:
-    """Profiles parts of steps as it is told of their micro-steps. Errors of the profiler never leave this class."""
+    """Finds the share of a step in which the GPU is busy, by profiling one or two micro-steps of it.
+
+    Errors of the profiler never leave this class.
+    """
 
     def __init__(self, profiler: Profiler | None, meter: Meter, micro_steps_run: int, micro_steps: int) -> None:
         self._profiler = profiler
         self._meter = meter
-        self._run = micro_steps_run
+        self._micro_steps_run = micro_steps_run
         self._takes_all = micro_steps_run < 3
         """Whether the whole step is profiled in one part. Steps of three micro-steps and more are profiled in two."""
         self._micro_steps = micro_steps
@@ -407,18 +411,18 @@ class BusyStep:
             self._start()
 
     def micro_step_ends(self, number: int) -> None:
-        """Start or stop profiling between micro-steps, after ``number`` of them."""
+        """Start or stop profiling after ``number`` micro-steps: the second one and the last one are profiled."""
         if self._takes_all:
             return
         if number == 2:
             self.stop()
-        if number in (1, self._run - 1):
+        if number in (1, self._micro_steps_run - 1):
             self._start()
 
-    def step_ends(self, step_seconds: float, cost: float) -> None:
+    def step_ends(self, step_seconds: float, relative_size: float) -> None:
         """Record the busy share of the step that ends, over ``step_seconds``, the time of steps without a profiler.
 
-        ``cost`` is the size of its batches over the mean size of the batches behind ``step_seconds``.
+        ``relative_size`` is the size of its batches over the mean size of the batches behind ``step_seconds``.
         """
         self.stop()
         if self.is_broken or not self._parts or not all(busy > 0 for busy, _ in self._parts):
@@ -430,8 +434,8 @@ class BusyStep:
             times = 1 if number == len(self._parts) else self._micro_steps - 1
             whole_seconds += times * busy
             for kind, seconds in kinds.items():
-                seconds_by_kind[kind] += times * seconds / cost
-        self._shares.append(whole_seconds / cost / step_seconds)
+                seconds_by_kind[kind] += times * seconds / relative_size
+        self._shares.append(whole_seconds / relative_size / step_seconds)
         self._kinds.append(seconds_by_kind)
 
     @property
@@ -458,7 +462,7 @@ class BusyStep:
                 self._is_recording = True
 
     def stop(self) -> None:
-        """Stop profiling this step."""
+        """Stop profiling, if it was started, and keep what was profiled as a part of this step."""
         if self._profiler is not None and self._is_recording and not self.is_broken:
             with self._broken_by_error():
                 seconds, kinds = self._profiler.stop()
@@ -467,7 +471,7 @@ class BusyStep:
 
     @contextlib.contextmanager
     def _broken_by_error(self) -> Iterator[None]:
-        """Start or stop the profiler in the block; after an error it is not used again."""
+        """Wait for the device, and run the block, which uses the profiler; after an error in it, profile no more."""
         # Work that was issued before this call belongs to the part before.
         self._meter.synchronize()
         try:
@@ -498,7 +502,7 @@ class Arithmetic(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def count_first(self, trainer: Any) -> None:
-        """Count the first micro-step of a ``Trainer``, during warm-up."""
+        """Have the first micro-step of a ``Trainer`` counted, during warm-up, and no later one."""
         compute_loss: Callable[..., Any] = trainer.compute_loss
 
         def counted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

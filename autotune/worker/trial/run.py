@@ -94,9 +94,9 @@ _EXCHANGES = 2
 
 
 class LeftOutInputs:
-    """Holds copies of a micro-step's inputs, one for each of ``micro_steps`` that the ``Trainer`` does not run.
+    """Takes the memory of the inputs that a whole step has on the device, so that the trial shows the same peak.
 
-    They are on the device, as the inputs of a whole step would be.
+    It holds copies of a micro-step's inputs, one for each of ``micro_steps`` that the ``Trainer`` does not run.
     """
 
     def __init__(self, trainer: Any, micro_steps: int, on_batch: Callable[[Any], None] = lambda _: None) -> None:
@@ -104,24 +104,24 @@ class LeftOutInputs:
         self.micro_batch_bytes: int | None = None
         """Bytes that the inputs of the largest micro-step so far take on the device; ``None`` before the first step."""
         self._left_out = max(0, micro_steps - trainer.args.gradient_accumulation_steps)
-        self._held: list[list[torch.Tensor]] = []
+        self._copies: list[list[torch.Tensor]] = []
         self._exchanges = 0
         self._device_type = trainer.args.device.type
         self._on_batch = on_batch
         after(trainer, "get_batch_samples", self._take)
 
     def _take(self, fetched: Any, *_: Any, **__: Any) -> None:
-        """Copy the inputs of a step, whose batches the ``Trainer`` has fetched."""
+        """Copy the inputs of a step, where ``get_batch_samples`` returned them: a tuple that begins with their list."""
         if isinstance(fetched, tuple) and fetched and isinstance(fetched[0], list):
             self._hold(fetched[0])
             for inputs in fetched[0]:
                 self._on_batch(inputs)
 
     def _hold(self, micro_batches: list[Any]) -> None:
-        """Copy the largest of these inputs if they are larger than the current copies.
+        """Copy the largest of a step's inputs, if they are larger than the current copies.
 
-        In the first two steps inputs as large as the copies replace them. Later steps are timed, and the copies stay,
-        so that nothing is allocated in timed steps.
+        In the first two steps, inputs that are as large replace the copies, as in a whole step, to show the peak of
+        such an exchange. Later steps are timed, and the copies stay, so that nothing is allocated in timed steps.
         """
         largest = max(
             (list(self._device_tensors(inputs)) for inputs in micro_batches), key=_rounded_bytes, default=None
@@ -136,14 +136,16 @@ class LeftOutInputs:
         if is_larger:
             self.micro_batch_bytes = size_bytes
         if is_larger or size_bytes == self.micro_batch_bytes:
-            self._held = [[tensor.clone() for tensor in largest] for _ in range(self._left_out)]
+            self._copies = [[tensor.clone() for tensor in largest] for _ in range(self._left_out)]
 
     def _device_tensors(self, inputs: Any) -> Iterator[torch.Tensor]:
+        """Return the tensors of a micro-batch that are on the device."""
         tensors = (array for array in arrays_in(inputs) if isinstance(array, torch.Tensor))
         return (tensor for tensor in tensors if tensor.device.type == self._device_type)
 
 
 def _rounded_bytes(tensors: list[torch.Tensor]) -> int:
+    """Return the bytes that torch's allocator takes for tensors."""
     return sum(-(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for tensor in tensors)
 
 
@@ -155,7 +157,7 @@ class Phases:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._started = time.perf_counter()
+        self._began_at = time.perf_counter()
         self.current = ""
         self.seconds: dict[str, float] = {}
 
@@ -169,8 +171,8 @@ class Phases:
         """Record the seconds of the current phase, if one has begun."""
         now = time.perf_counter()
         if self.current:
-            self.seconds[self.current] = round(now - self._started, 4)
-        self._started = now
+            self.seconds[self.current] = round(now - self._began_at, 4)
+        self._began_at = now
 
 
 def known_fields() -> set[str]:
@@ -186,11 +188,11 @@ def trainer_arguments(
     seed: int,
     *,
     repeats: int = 0,
-    **others: Any,
+    **fields: Any,
 ) -> Any:
-    """Return a candidate's ``TrainingArguments`` without reporting and saving.
+    """Return a candidate's ``TrainingArguments`` for a trial, which reports and saves nothing.
 
-    They allow the most steps that a trial may run, and ``repeats`` more; ``others`` are further fields.
+    They allow the most steps that a trial may run, and ``repeats`` more. ``fields`` are further arguments.
     """
     arguments = training_arguments(candidate, known_fields(), device_kind)
     arguments["gradient_accumulation_steps"] = micro_steps_to_run(candidate, effort)
@@ -202,7 +204,7 @@ def trainer_arguments(
         report_to="none",
         disable_tqdm=True,
         seed=seed,
-        **others,
+        **fields,
     )
 
 
@@ -241,6 +243,7 @@ class Trial:
         """Whether the device is opened."""
         self._inputs: LeftOutInputs | None = None
         self._worst_steps = self._effort.warmup_steps
+        """Number of the first warm-up steps, which are on the largest batches of a dataset."""
         self._cpu_core: int | None = None
         self._arithmetic = Arithmetic()
         self._host_bytes: int | None = None
@@ -327,6 +330,7 @@ class Trial:
             check_shared_by(trainer, sizes)
         if is_on_meta:
             shard_from_meta(trainer, self._workload)
+        # The peak so far is that of building the model.
         self._host_bytes = most_host_bytes()
         apply(trainer, **applied_settings(arm))
         # FLOPs within compiled code and other libraries' kernels are not seen, and patches of images are no tokens.
@@ -359,7 +363,7 @@ class Trial:
     def _make_timer(
         self, on_enough: Callable[[Measurement], None], *, of: int | None = None, **others: Any
     ) -> StepTimer:
-        """Return the timer of steps; ``of`` is their number at most, for progress; ``others`` are further arguments."""
+        """Return the timer of the steps; ``of`` is the most of them, for progress; ``others`` go to ``StepTimer``."""
         return StepTimer(
             self._meter,
             self._candidate,
@@ -374,9 +378,9 @@ class Trial:
         )
 
     def _completed(self, measured: Measurement, train_loss: float | None, trainer: Any = None) -> Completed:
-        """Return the outcome with the measurement, completed by what the trial itself recorded.
+        """Return the outcome: the timer's measurement, completed by what the trial itself recorded.
 
-        The settings of a ``trainer`` that an export needs are part of it.
+        With a ``trainer``, settings of it that an export needs are added.
         """
         return Completed(
             dataclasses.replace(
@@ -407,7 +411,7 @@ class Trial:
         return counted.forward_flops / samples, counted.flops / samples
 
     def _watch_graphs(self, steps: GraphedSteps) -> None:
-        """Report replays and captures of CUDA graphs to the checks and the shapes."""
+        """Count replays of CUDA graphs as calls that the checks see, and their captures as new shapes."""
         steps.on_replay, steps.on_capture = self._checks.watch.take_replay, self._shapes.take_capture
 
     def _open_dataset(self) -> PreparedDataset | None:
@@ -423,12 +427,15 @@ class Trial:
             if dataset.varies:
                 self._worst_steps = max(3, self._worst_steps + 1)
         # Steps whose batches may be prefetched when the first warm-up steps end.
-        ready = prefetched_steps(self._candidate, self._effort)
-        self._effort = dataclasses.replace(self._effort, warmup_steps=self._worst_steps + ready)
+        prefetched = prefetched_steps(self._candidate, self._effort)
+        self._effort = dataclasses.replace(self._effort, warmup_steps=self._worst_steps + prefetched)
         return dataset
 
     def _schedule(self, dataset: PreparedDataset) -> Schedule:
-        """Return the order of the dataset's samples in this trial."""
+        """Return the order of the dataset's samples in this trial, by which a few steps stand for a long run.
+
+        Steps with new shapes are visited until a GPU knows the shapes, and once more.
+        """
         candidate = self._candidate
         shape = BatchShape(
             candidate.per_device_train_batch_size,
@@ -446,6 +453,6 @@ class Trial:
         return dataset.schedule(shape, self._seed)
 
     def _failure(self, error: BaseException) -> OutOfMemory | Failed:
-        """Return the outcome of a trial that ended with an exception, and print the exception to the log."""
+        """Return the outcome of this trial, which ended with an exception, and print the exception to the log."""
         meter = self._meter if self._is_open else None
         return failure_of(error, meter, self._phases.current, self._cap_bytes, on_cpu=self._device_kind == "cpu")

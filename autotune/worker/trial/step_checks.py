@@ -20,7 +20,7 @@ _FIRST_SCALE = 2.0**16
 
 
 def on_each_micro_step(trainer: Any, take: Callable[[Any, Any], None]) -> None:
-    """Call ``take`` with batch and loss of every micro-step; the loss is a device tensor, without waiting.
+    """Have ``take`` called with batch and loss of every micro-step; the loss is a device tensor, not waited for.
 
     Works with any subclass of ``Trainer``, since it wraps the instance's own ``training_step``.
     """
@@ -59,14 +59,14 @@ class ScalerWatch:
 
     def __init__(self, optimizer: Any = None) -> None:
         """Take the optimizer as accelerate wrapped it. DeepSpeed's optimizer scales the loss without a scaler."""
-        self._deepspeeds = optimizer if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper" else None
+        self._of_deepspeed = optimizer if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper" else None
         scaler = getattr(optimizer, "scaler", None)
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scale = self._scaler.get_scale() if self._scaler is not None else 0.0
 
     def step_was_skipped(self) -> bool:
         """Return whether the step that just ended skipped its update. Call this once a step."""
-        is_skipped = self._deepspeeds is not None and bool(self._deepspeeds.step_was_skipped)
+        is_skipped = self._of_deepspeed is not None and bool(self._of_deepspeed.step_was_skipped)
         if self._scaler is not None:
             before, self._scale = self._scale, self._scaler.get_scale()
             is_skipped = bool(self._scale < before)
@@ -76,8 +76,9 @@ class ScalerWatch:
 def skipped_steps(scaler: Any, steps: int) -> int | None:
     """Return how many steps a gradient scaler has skipped, from its scale; 0 without a scaler.
 
-    ``None`` where the scale may have grown, as it does after ``growth_interval`` (2,000) good steps in a row. The fused
-    optimizers skip updates on the device, where accelerate does not count them. Waits for the device.
+    Each skipped update multiplied it by the backoff factor. ``None`` where the scale may have grown, too, as it does
+    after ``growth_interval`` (2,000) good steps. accelerate does not count the updates that fused optimizers skip on
+    the device. Waits for the device.
     """
     if scaler is None or not scaler.is_enabled():
         return 0
@@ -91,7 +92,7 @@ NO_GRADIENTS_HINT = "make the optimizer of the parameters of the model that is t
 
 
 class NotTrainedError(Exception):
-    """A step did not train. ``is_out_of_memory`` where memory ran out in it, and other code caught that error."""
+    """A step did not train. ``is_out_of_memory``: memory ran out in it, and the training's code caught that error."""
 
     def __init__(
         self, message: str, hint: str = "", *, is_out_of_memory: bool = False, reason: FailureReason = "error"
@@ -103,9 +104,9 @@ class NotTrainedError(Exception):
 class StepChecks:
     """Judges each step of a training by what a watch counted in it; ``refuse`` ends the trial.
 
-    ``batch`` is the number of samples in a micro-step, ``None`` where not known. ``until_timed`` removes the watch
-    before the timed steps, for a training whose timed steps cannot differ from those before: its hooks take 55 to
-    110 µs of the host in a micro-step (docs/explanation/measuring.md).
+    Messages call the training ``name``. ``batch`` is the number of samples in a micro-step, ``None`` where not known.
+    ``until_timed`` removes the watch before the timed steps, for a training whose timed steps cannot differ from those
+    before: its hooks take 55 to 110 µs of the host in a micro-step (docs/explanation/measuring.md).
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class StepChecks:
         self.precision: tuple[str, str] | None = None
         """Device and precision that the code's own autocast must have: ``("cuda", "bf16")``; ``None``: not checked."""
         self._name, self._batch, self._until_timed = name, batch, until_timed
-        self._has_judged = self._ran_out = self._is_timed = False
+        self._has_judged = self._has_run_out = self._is_timed = False
 
     def begin_timed(self) -> None:
         """Judge precision and gradients of the updates so far, and begin the timed steps. Only the first call acts."""
@@ -131,43 +132,47 @@ class StepChecks:
             self.watch.remove()
 
     def end_close_look(self) -> None:
-        """Judge the precision, and stop looking at gradients."""
+        """Stop looking at gradients and dtypes, and judge by them whether the code trains in ``self.precision``."""
         self.watch.begin_timed()
         if self.precision is None:
             return
         device, precision = self.precision
-        watch, told, asked = self.watch, f"{self._name} was asked for {precision} and", HALF.get(precision)
-        around = [dtype for kind, dtype in sorted(watch.called_in) if kind == device]
-        if asked is None and around:
+        watch, subject, half_dtype = self.watch, f"{self._name} was asked for {precision} and", HALF.get(precision)
+        called_in = [dtype for kind, dtype in sorted(watch.called_in) if kind == device]
+        if half_dtype is None and called_in:
             self._refuse(
-                f"{told} calls its model in an autocast of {around[0]}",
+                f"{subject} calls its model in an autocast of {called_in[0]}",
                 f"have it enter none there for {precision}, or search without {precision}",
             )
-        if asked is not None and asked not in watch.weight_dtypes and (device, asked) not in watch.autocasts:
+        if half_dtype and half_dtype not in watch.weight_dtypes and (device, half_dtype) not in watch.autocasts:
             self._refuse(
-                f"{told} enters no autocast of it on this {device}",
+                f"{subject} enters no autocast of it on this {device}",
                 f"have it enter one there, or search without {precision}",
             )
 
     def _refuse(self, message: str, hint: str = "", *, is_out_of_memory: bool = False) -> None:
+        """End the trial with a message that names the line of code which called the model."""
         place = f" ({self.watch.place})" if self.watch.place else ""
         self.refuse(NotTrainedError(message + place, hint, is_out_of_memory=is_out_of_memory))
 
     def step_ends(self, micro_steps: int) -> StepCounts:
-        """Judge a whole step, and return its counts; they are 0 once the watch is removed."""
+        """Judge a whole step, and return its counts; they are 0 once the watch is removed.
+
+        Refuses a step that caught out of memory, made too few backward passes, or left samples out.
+        """
         if self.watch.is_removed:
             return StepCounts()
-        seen = self.watch.take()
-        if seen.memory_errors:
+        counts = self.watch.take()
+        if counts.memory_errors:
             self._refuse(f"{self._name} ran out of memory and caught the error", is_out_of_memory=True)
-        if seen.backward_passes < micro_steps:
+        if counts.backward_passes < micro_steps:
             batches = f"{micro_steps} {'batch' if micro_steps == 1 else 'batches'}"
             self._refuse(
-                f"{self._name} made {seen.backward_passes} backward passes in a step of {batches}",
+                f"{self._name} made {counts.backward_passes} backward passes in a step of {batches}",
                 "call backward() on the loss of each batch (torch.autograd.grad is not seen), and catch no error of it",
             )
-        if self._batch is not None and not may_have_all_samples(seen.calls, micro_steps, self._batch):
-            rows = max(call.rows for call in seen.calls)
+        if self._batch is not None and not may_have_all_samples(counts.calls, micro_steps, self._batch):
+            rows = max(call.rows for call in counts.calls)
             self._refuse(
                 f"{self._name} gives its model {rows} samples of a batch of {self._batch}",
                 "have all samples of the batch go into the model",
@@ -175,31 +180,31 @@ class StepChecks:
         self._has_judged = True
         if self._is_timed and self._until_timed:
             self.watch.remove()
-        return seen
+        return counts
 
     def step_is_dropped(self) -> None:
         """Forget the counts of the step that ends, without judging it and without waiting for the device."""
-        self._ran_out = self.watch.drop() > 0 or self._ran_out
+        self._has_run_out = self.watch.drop() > 0 or self._has_run_out
 
     def has_run_out(self) -> bool:
         """Return whether any call or backward pass so far ran out of memory, even if the error was caught."""
         self.step_is_dropped()
-        return self._ran_out
+        return self._has_run_out
 
 
-def may_have_all_samples(calls: Sequence[Call], micro_steps: int, batch: int) -> bool:
-    """Return whether all samples of a step may have gone into a model.
+def may_have_all_samples(calls: Sequence[Call], micro_steps: int, samples: int) -> bool:
+    """Return whether all samples of a step, ``samples`` in each micro-step, may have gone into one of the modules.
 
     ``True`` also where the samples cannot be counted: without input tensors, and where they are packed in rows.
     """
     rows: dict[int, int] = {}
     for call in calls:
         rows[call.module_id] = rows.get(call.module_id, 0) + call.rows
-    if not any(rows.values()) or max(rows.values()) >= micro_steps * batch:
+    if not any(rows.values()) or max(rows.values()) >= micro_steps * samples:
         return True
     # The second dimension is the batch where the first is time.
-    second = any(len(shape) > 1 and shape[0] > 1 and shape[1] == batch for call in calls for shape in call.shapes)
-    return second or any(call.is_packed for call in calls)
+    is_second = any(len(shape) > 1 and shape[0] > 1 and shape[1] == samples for call in calls for shape in call.shapes)
+    return is_second or any(call.is_packed for call in calls)
 
 
 End = Callable[[str, str], NoReturn]
@@ -207,15 +212,17 @@ End = Callable[[str, str], NoReturn]
 
 
 class FirstStepWatch(Listener):
-    """Watches a real training up to its first update, and ends it where the step differs from the settings.
+    """Watches a real training with a winner's settings up to its first update, and ends it where that step differs.
 
-    ``look`` is called after a step without a problem.
+    ``on_good_step`` is called after a step without a problem. ``accumulation`` is the expected number of backward
+    passes in the step; ``None`` where not known.
     """
 
-    def __init__(self, training: RealTraining, end: End, accumulation: int | None, look: Callable[[], None]) -> None:
-        self._training, self._end, self._look = training, end, look
+    def __init__(
+        self, training: RealTraining, end: End, accumulation: int | None, on_good_step: Callable[[], None]
+    ) -> None:
+        self._training, self._end, self._on_good_step = training, end, on_good_step
         self._accumulation = accumulation
-        """Expected number of backward passes in a step; ``None`` where not known."""
         self._passes = 0
         # In a loop, the user's code decides what the batch size of its config means.
         batch = None if training.source.kind == "loop" else training.candidate.per_device_train_batch_size
@@ -246,7 +253,7 @@ class FirstStepWatch(Listener):
         self.checks.step_ends(self._passes)
         self.checks.end_close_look()
         self.checks.watch.remove()
-        self._look()
+        self._on_good_step()
 
     def _refuse(self, found: NotTrainedError) -> NoReturn:
         self._end(found.message, found.hint)

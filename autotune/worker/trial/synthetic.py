@@ -57,7 +57,7 @@ def real_tokens(seq_len: int, padding: float, count: int, generator: torch.Gener
 
 
 def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int, generator: torch.Generator) -> Sample:
-    """Return a sample of ``seq_len`` random tokens and labels; those from ``real`` on are padding."""
+    """Return a sample of ``seq_len`` random tokens below ``vocabulary`` and labels; all after ``real`` are padding."""
     tokens = torch.randint(min(_LOWEST_TOKEN, vocabulary - 1), vocabulary, (workload.seq_len,), generator=generator)
     sample: Sample = {"input_ids": tokens}
     if workload.padding > 0:
@@ -68,7 +68,7 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int
     labels = tokens.clone()
     if workload.task == "masked-lm":
         predicted = torch.rand(workload.seq_len, generator=generator) < MASKED_FRACTION
-        predicted[0] = True
+        predicted[0] = True  # The mean loss of no predictions is NaN.
         labels[~predicted] = IGNORED
     labels[real:] = IGNORED
     sample["labels"] = labels
@@ -76,7 +76,7 @@ def _text_sample(workload: Workload, vocabulary: int, num_labels: int, real: int
 
 
 def _with_images(workload: Workload, config: Any, sample: Sample, generator: torch.Generator) -> Sample:
-    """Return a sample of text with tokens of images at its beginning, which have no labels, and random pixels."""
+    """Return the text ``sample`` with the workload's images: their tokens at its beginning, unlabelled, and pixels."""
     assert workload.image_side is not None
     side, count = workload.image_side, tokens_of_image(workload.config, workload.image_side)
     tokens, labels = sample["input_ids"], sample["labels"]
@@ -92,11 +92,11 @@ def _with_images(workload: Workload, config: Any, sample: Sample, generator: tor
         return {**sample, "pixel_values": pixels}
     patches = side // vision.patch_size
     # Each patch has its channels for every frame of a film that it covers (``temporal_patch_size``).
-    numbers = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    patch_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return {
         **sample,
         "mm_token_type_ids": (tokens == config.image_token_id).int(),
-        "pixel_values": torch.rand((workload.images * patches**2, numbers), generator=generator),
+        "pixel_values": torch.rand((workload.images * patches**2, patch_values), generator=generator),
         "image_grid_thw": torch.tensor([[1, patches, patches]] * workload.images),
     }
 
@@ -120,7 +120,7 @@ def _sample(workload: Workload, model: Any, real: int, generator: torch.Generato
         labels = torch.randint(0, config.vocab_size, (workload.seq_len,), generator=generator)
         return {"input_features": features, "labels": labels}
     if workload.task == "image-text-to-text":
-        # Images are not padding.
+        # Images are not padding, and two tokens of text follow them: one predicts the other.
         of_images = workload.images * (tokens_of_image(workload.config, workload.image_side or 0) + 1)
         sample = _text_sample(workload, vocabulary, 2, max(real, of_images + 2), generator)
         return _with_images(workload, config, sample, generator)
@@ -128,7 +128,7 @@ def _sample(workload: Workload, model: Any, real: int, generator: torch.Generato
 
 
 def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) -> SyntheticDataset:
-    """Return ``length`` samples for ``model``.
+    """Return a dataset of ``length`` random samples for ``model``, with the workload's padding.
 
     Their shapes: text (seq_len,), images (channels, height, width), speech (mel bins, frames).
     """
@@ -142,7 +142,7 @@ def synthetic_dataset(workload: Workload, model: Any, length: int, seed: int) ->
 
 
 def zero_batch(workload: Workload, model: Any, size: int) -> Sample:
-    """Return a batch of ``size`` samples: zeros with the shapes and dtypes of real batches."""
+    """Return a batch of ``size`` samples: zeros with the shapes and dtypes of real batches, to trace a step."""
     sample = synthetic_dataset(workload, model, 1, 0)[0]
     lengths = workload.data.facts.lengths if workload.data and workload.data.facts else None
     if lengths is not None and lengths.longest_target is not None:

@@ -112,7 +112,7 @@ class Call:
 
 @dataclass(slots=True)
 class StepCounts:
-    """The counts since the last ``TrainingWatch.take``, which it adds to until the next."""
+    """The counts of one step: the events that a ``TrainingWatch`` saw since its last ``take``."""
 
     calls: list[Call] = field(default_factory=list)
     backward_passes: int = 0
@@ -136,11 +136,11 @@ class TrainingWatch:
         self.autocasts: set[tuple[str, str]] = set()
         """Device and dtype of each autocast in which gradients were computed: ``("cuda", "bfloat16")``."""
         self.called_in: set[tuple[str, str]] = set()
-        """Those of ``autocasts`` in which a model was called."""
+        """The part of ``autocasts`` in which a model was called."""
         self.checkpoints = False
         """Whether activations are recomputed in the backward pass; recorded from ``watch_checkpoints`` on."""
         self.weight_dtypes: set[str] = set()
-        """Dtype of the first parameter of each module that was trained with."""
+        """Dtype of the first parameter of each module that was called with gradients enabled."""
         self.inner_dtypes: set[str] = set()
         """Dtypes of tensors that the first calls saved for the backward pass, without parameters and buffers."""
         self.place: str | None = None
@@ -156,18 +156,20 @@ class TrainingWatch:
         """Whether ``torch.compile`` was called."""
         self.is_removed = False
         self._looks_closely = True
+        """Whether gradients and dtypes are recorded, too, which takes time: until the timed steps."""
         self._saved_tensors_hooks: Any = None
-        self._looked_within = 0
+        self._calls_looked_within = 0
         self._hook: Any = None
         self._after_hook: Any = None
-        self._latest: Call | None = None
-        self._weights: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._latest_call: Call | None = None
+        self._weight_dtypes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         """The dtype of the first parameter of each module that was called and has any."""
         self._undo: list[Callable[[], None]] = []
-        self._has_optimizer = self._has_passed = False
+        self._has_optimizer = self._has_gone_backward = False
         self._stepped_within: Any = None
         """The last optimizer that stepped within the backward pass which is running."""
         self._found_inf: list[Any] = []
+        """For each update of a fused optimizer in this step, a tensor that is not 0 where the update was skipped."""
         self._counts = StepCounts()
 
     def install(self, *, calls: bool = True) -> None:
@@ -210,8 +212,8 @@ class TrainingWatch:
 
         def watched(zero_grad: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal stand_in
-            if not self._has_optimizer and self._has_passed:
-                if stand_in is None:
+            if not self._has_optimizer and self._has_gone_backward:
+                if stand_in is None:  # An object for listeners in the place of an optimizer.
                     stand_in = SimpleNamespace(param_groups=[{"params": list(model.parameters())}])
                 self.listener.optimizer_begins(stand_in)
                 self._end_update(stand_in)
@@ -241,10 +243,11 @@ class TrainingWatch:
         return seen
 
     def drop(self) -> int:
-        """Forget the counts since the last step, without waiting for the device; return their memory errors."""
+        """Forget the counts since the last step, without waiting for the device; return the number of memory errors."""
         errors = self._counts.memory_errors
         self._counts = StepCounts()
         self._found_inf.clear()
+        # A call that was left in an unusual way may have left the hook off.
         self._enable_hook()
         return errors
 
@@ -264,11 +267,11 @@ class TrainingWatch:
             self._hook = None
 
     def _before_call(self, called: Any, _: Any) -> None:
-        """Prepare to record a call of an outermost module."""
+        """Prepare to record a call of an outermost module: turn this hook off within it, and note how it is called."""
         # The sizes of tensors that are traced are tensors, and nothing is trained there.
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
-        if self._weights_of(called) is None and not hasattr(called, "_orig_mod"):
+        if self._weight_dtype(called) is None and not hasattr(called, "_orig_mod"):
             return
         self._disable_hook()
         if self.model is None:
@@ -277,26 +280,26 @@ class TrainingWatch:
         if self._looks_closely:
             self.place = self.place or users_line(lines_above())
         if torch.is_grad_enabled() and not is_in_autograd():
-            # An autocast that is on for good is never entered.
-            kinds = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
-            on = [cast for device in kinds if (cast := _autocast_record(device, torch.get_autocast_dtype(device)))]
-            self.autocasts.update(on)
-            self.called_in.update(on)
+            devices = (device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device))
+            casts = [cast for device in devices if (cast := _autocast_record(device, torch.get_autocast_dtype(device)))]
+            # Also an autocast that is on for good, which is never entered.
+            self.autocasts.update(casts)
+            self.called_in.update(casts)
         self._after_hook = called.register_forward_hook(self._after_call, with_kwargs=True, always_call=True)
-        looks = self._looks_closely and self._looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
+        may_look = self._looks_closely and self._calls_looked_within < _LOOKED_WITHIN and torch.is_grad_enabled()
         # Hooks of checkpointing around the call would not be called for its tensors.
-        if looks and not packs_saved_tensors():
+        if may_look and not packs_saved_tensors():
             self._look_within(called)
         if not is_in_autograd():
             self.listener.call_begins(trains=torch.is_grad_enabled())
 
     def restart_dtype_record(self) -> None:
         """Record again which tensors the next calls save, replacing the earlier record."""
-        self._looked_within = 0
+        self._calls_looked_within = 0
         self.inner_dtypes.clear()
 
     def _look_within(self, called: torch.nn.Module) -> None:
-        """Record the dtypes of tensors that this call saves for the backward pass."""
+        """Record the dtypes of tensors that this call saves for the backward pass, parameters and buffers excepted."""
         own = {_storage_address(each) for each in (*called.parameters(), *called.buffers())}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -305,12 +308,13 @@ class TrainingWatch:
             # An output that its own graph saves, not detached, would never be freed without a backward pass.
             return tensor if tensor.is_leaf else tensor.detach()
 
-        self._looked_within += bool(own)
+        # A call of a module without tensors of its own shows nothing.
+        self._calls_looked_within += bool(own)
         self._saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         self._saved_tensors_hooks.__enter__()
 
     def _after_call(self, called: Any, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-        """Record the end of a call of an outermost module."""
+        """Record the end of a call of an outermost module, and watch for the next such call."""
         self._after_hook.remove()
         if self._saved_tensors_hooks is not None:
             self._saved_tensors_hooks.__exit__()
@@ -323,15 +327,15 @@ class TrainingWatch:
         else:
             self._record_call(called, given, named, result)
 
-    def _weights_of(self, called: Any) -> str | None:
+    def _weight_dtype(self, called: Any) -> str | None:
         """Return the dtype of a module's first parameter; ``None`` for a module without parameters."""
-        if called not in self._weights:
+        if called not in self._weight_dtypes:
             first = next(called.parameters(), None)
             # A module without parameters may make some in its first call, so nothing is kept.
             if first is None:
                 return None
-            self._weights[called] = dtype_name(first.dtype)
-        return self._weights[called]
+            self._weight_dtypes[called] = dtype_name(first.dtype)
+        return self._weight_dtypes[called]
 
     def _report_call(self, called: Any, given: Sequence[Any], named: Mapping[str, Any], result: Any) -> None:
         """Report a call and the shapes of its inputs and outputs to the listener."""
@@ -350,7 +354,7 @@ class TrainingWatch:
         if not torch.is_grad_enabled():
             self._counts.calls_without_gradients += not is_in_autograd()
             return
-        if (weights := self._weights_of(called)) is None:
+        if (weights := self._weight_dtype(called)) is None:
             return
         self.weight_dtypes.add(weights)
         tensors = (each for _, each in arrays_by_place(result, depth=3) if isinstance(each, torch.Tensor))
@@ -361,20 +365,21 @@ class TrainingWatch:
         waiting = [Call(id(called), shapes, not _OF_PACKED_ROWS.isdisjoint(named), real)]
 
         def arrive(_: Any) -> None:
-            if waiting:
-                self._latest = waiting.pop()
-                self._counts.calls.append(self._latest)
+            if waiting:  # The first gradient records the call; gradients of further outputs come to the same call.
+                self._latest_call = waiting.pop()
+                self._counts.calls.append(self._latest_call)
 
         for each in outputs:
             each.register_hook(arrive)  # type: ignore[no-untyped-call]
 
     def _note_error(self, error: BaseException) -> None:
+        """Count an error that means out of memory."""
         self._counts.memory_errors += is_out_of_memory(error, 0.0)
 
     # Backward passes, compiled functions, autocast
 
     def _wrap_backward(self) -> None:
-        """Wrap torch's backward pass, to count it and its out-of-memory errors."""
+        """Wrap torch's backward pass, to count it and its out-of-memory errors, and updates made within it as one."""
 
         def watched(backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if is_in_autograd():
@@ -394,7 +399,7 @@ class TrainingWatch:
                 if was_on:
                     self._enable_hook()
             self._counts.backward_passes += 1
-            self._has_passed = True
+            self._has_gone_backward = True
             stepped, self._stepped_within = self._stepped_within, None
             self.listener.backward_ends()
             if stepped is not None:
@@ -405,7 +410,7 @@ class TrainingWatch:
         self._replace(torch.autograd, "backward", watched)
 
     def _wrap_compile(self) -> None:
-        """Wrap ``torch.compile``, so that compiled functions have no module hooks but compiled methods are recorded."""
+        """Wrap ``torch.compile``: note its use, and record calls of compiled functions, within which no hook is on."""
 
         def watched(compile_: Callable[..., Any], model: Any = None, **options: Any) -> Any:
             self.compiles = True
@@ -418,7 +423,10 @@ class TrainingWatch:
         self._replace(torch, "compile", watched)
 
     def _recorded_like_a_module(self, made: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-        """Return a compiled function that is recorded like a module call."""
+        """Return the compiled function ``made``, whose calls count as calls of ``owner``, the module it is a method of.
+
+        A function that is no module's method is called without hooks and not recorded.
+        """
 
         @functools.wraps(made)
         def call(*given: Any, **named: Any) -> Any:
@@ -457,20 +465,21 @@ class TrainingWatch:
         """Count the latest call and its backward pass once more, for a replayed CUDA graph."""
         if self.is_removed:
             return
-        assert self._latest is not None, "a graph is captured after steps that were seen"
-        self._counts.calls.append(self._latest)
+        assert self._latest_call is not None, "a graph is captured after steps that were seen"
+        self._counts.calls.append(self._latest_call)
         self._counts.backward_passes += 1
 
     # Updates
 
     def _begin_update(self, optimizer: Any) -> None:
+        """Report an optimizer step; one within a backward pass is reported at the end of the pass."""
         self._has_optimizer = True
         if not is_in_autograd():
             self.listener.optimizer_begins(optimizer)
 
     def _end_update(self, optimizer: Any) -> None:
         """Record the end of an optimizer step and, before the timed steps, which parameters have gradients."""
-        self._has_passed = False
+        self._has_gone_backward = False
         if (found := getattr(optimizer, "found_inf", None)) is not None:
             self._found_inf.append(found)  # A fused optimizer skips its update by itself.
         if self._looks_closely and (found is None or not bool(found.item())):
@@ -503,6 +512,7 @@ def _autocast_record(device: str, dtype: torch.dtype) -> tuple[str, str] | None:
 
 @functools.cache
 def _names_of_inputs(kind: type) -> tuple[str, ...]:
+    """Return the parameter names of a module class's ``forward``, without ``self``; none where they are unknown."""
     try:
         return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError):
@@ -511,10 +521,10 @@ def _names_of_inputs(kind: type) -> tuple[str, ...]:
 
 
 def _real_tokens(called: Any, given: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor | int | None:
-    """Return the mask of the tokens without padding in a model call, or without a mask their number.
+    """Return the attention mask of a model call, whose sum is its tokens without padding.
 
-    ``None`` without ``input_ids``, and for a mask of another shape. The mask is not summed here, which would take time
-    in a step and, on a GPU, make the host wait.
+    Without a mask, return the number of all tokens; ``None`` without ``input_ids``, and for a mask of another shape.
+    The mask is not summed here, which would take time in a step and, on a GPU, make the host wait.
     """
     passed: Mapping[str, Any] = named
     if given and isinstance(given[0], Mapping):
