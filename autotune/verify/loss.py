@@ -18,16 +18,14 @@ from autotune.verify.target import Target
 
 @dataclass(frozen=True, slots=True)
 class LossComparisonDocument:
-    """A comparison of the first steps of two trainings: the winner's and the baseline's."""
+    """A comparison of the first steps of two trainings: the winner's (``candidate``) and the baseline's."""
 
     same: bool
     candidate: Any
-    """The winner's settings."""
     reference: Any
     """The baseline's settings with as many samples a step."""
     look: Look
     finding: str
-    """The result in one sentence."""
 
     def check(self) -> None:
         """Raise ``DifferentTrainingError`` where the trainings differ."""

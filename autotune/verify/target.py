@@ -103,10 +103,8 @@ def _ends_of_mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def slack(promised: Interval, obtained: Interval) -> float:
-    """Return the largest relative slow-down that would go unnoticed in a run as noisy as this one.
-
-    A run misses the promise where the upper end of its interval, ``noise`` times its mean, is below the promised one.
-    """
+    """Return the largest relative slow-down that would go unnoticed in a run as noisy as this one."""
+    # A run is refuted where ``noise`` times its mean, the upper end, is below the promised interval.
     noise = obtained.high / obtained.mean
     return 1 - promised.low / promised.mean / noise
 
@@ -182,14 +180,11 @@ class Target:
 
 
 def what_is_not_verified(workload: Document, *, any_order: bool = False) -> str | None:
-    """Return in words why a stock ``Trainer`` cannot verify a workload in 100 steps; ``None`` where it can.
-
-    With ``any_order``, samples may be grouped by length.
-    """
+    """Return in words the part of a workload that a stock ``Trainer`` cannot verify in 100 steps; else ``None``."""
     if workload.get("source") or workload.get("task") == "own":
         return "your own code, which makes the model and the Trainer itself: verify does not run that"
     if any_order or (workload.get("data") or {}).get("group_by_length"):
-        # Batches come longest first, fifty at a time.
+        # A search in any order may group samples by length: batches come longest first, fifty at a time.
         return "samples grouped by length, where a few steps do not represent an epoch"
     return None
 

@@ -42,14 +42,12 @@ CPU_SLACK_BYTES = 96 * MIB
 # Imports took 10 s on a cold disk. Evaluating and writing a checkpoint of a few GiB may take minutes.
 _START_SECONDS = 900.0
 _MOST_TIMES_SLOWER = 20
+_DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
 
 
 @dataclass(frozen=True, repr=False)
 class Verification:
-    """The measurements of a stock run, compared with what was promised.
-
-    The run is timed in stretches of several steps. In its middle it pauses for one evaluation and one checkpoint.
-    """
+    """The measurements of a stock run, timed in stretches of some steps, compared with what was promised."""
 
     target: Target
     steps: int
@@ -234,9 +232,6 @@ class Verification:
         raise PromiseMissedError("; ".join(misses), hint)
 
 
-_DURING = {"train": "training", "evaluate": "the evaluation", "save": "the checkpoint's saving", "": "the start"}
-
-
 def check_steps(steps: int | None) -> None:
     """Raise ``InvalidRequestError`` for too few steps to measure a speed."""
     if steps is not None and steps < LEAST_STEPS:
@@ -246,10 +241,7 @@ def check_steps(steps: int | None) -> None:
 
 
 def steps_of(target: Target, asked: int | None) -> int:
-    """Return the number of steps of a stock run: as ``asked``, else as many as take ``_USUAL_SECONDS``, within limits.
-
-    Raises ``InvalidRequestError`` for too few.
-    """
+    """Return the number of steps of a stock run: as asked, else for a usual time. Raises as ``check_steps`` does."""
     check_steps(asked)
     steps_in_time = int(_USUAL_SECONDS / target.promised.step_seconds)
     return asked if asked is not None else max(LEAST_STEPS, min(steps_in_time, _USUAL_STEPS))
@@ -263,11 +255,10 @@ def verify(
     wait: Wait | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> Verification:
-    """Train the target in a stock process for some steps, and return its measurements beside the promise.
+    """Train the target in a stock process, and return its measurements beside the promise.
 
-    ``None`` steps are a usual number. Raises ``TrialServerError`` where the process fails for a reason other than
-    memory, and ``DeviceError`` where a search runs on the GPU. With ``wait``, which is called with the reason for a
-    wait, that search is waited for; ``note`` gets remarks in words.
+    Raises ``TrialServerError`` where the process fails for a reason other than memory, and ``DeviceError`` where a
+    search runs on the GPU. With ``wait``, which gets the reason, this waits for that search; ``note`` gets remarks.
     """
     steps = steps_of(target, steps)
     timeout_seconds = _START_SECONDS + _MOST_TIMES_SLOWER * steps * target.promised.step_seconds
@@ -292,10 +283,7 @@ def verify(
 
 
 def _data_folder(target: Target, logs: Path) -> Path | None:
-    """Return the folder of the study's prepared dataset; ``None`` without a dataset.
-
-    A dataset that is gone is prepared again, by a trial server. ``logs`` is the folder of all studies' logs.
-    """
+    """Return the folder of the study's dataset, which a server prepares again if it is gone; ``None`` without one."""
     workload = target.workload
     if workload.data is None:
         return None
@@ -382,8 +370,7 @@ class PromisedDocument:
 
     samples_per_second: float
     samples_per_second_with_new_lengths: float
-    """With the extra time of padded lengths that were new to the GPU in the verified steps; the interval is around
-    this."""
+    """With the extra time of padded lengths new to the GPU in the verified steps; the interval is around this."""
     samples_per_second_low: float
     samples_per_second_high: float
     relative_half_width: float

@@ -9,15 +9,15 @@ from typing import Any
 def parts_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
     """Yield path and value of every array, list and tuple in a nested value, outermost first: ``0``, ``1.input_ids``.
 
-    Detectors get a list of samples.
+    Lists are yielded, too, since detectors get their samples in one. ``depth`` limits the levels of nesting.
     """
     if has_shape(value):
         yield place, value
     elif depth:
         if is_row(value):
             yield place, value
-        for at, part in _parts(value):
-            yield from parts_by_place(part, f"{place}.{at}" if place else str(at), depth - 1)
+        for key, part in _parts(value):
+            yield from parts_by_place(part, f"{place}.{key}" if place else str(key), depth - 1)
 
 
 def arrays_by_place(value: Any, place: str = "", depth: int = 8) -> Iterator[tuple[str, Any]]:
@@ -31,7 +31,7 @@ def arrays_in(value: Any) -> Iterator[Any]:
 
 
 def has_shape(value: Any) -> bool:
-    """Return whether a value is an array: its ``shape`` is a tuple. A batch may offer its keys as attributes."""
+    """Return whether a value is an array, whose ``shape`` is a tuple. A batch with a key ``shape`` is none."""
     try:
         return isinstance(getattr(value, "shape", None), tuple)
     except Exception:
@@ -52,13 +52,14 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def cut(value: Any, rows: int, start: int, end: int) -> Any:
-    """Return the samples from ``start`` to ``end`` of a batch of ``rows`` samples.
+    """Return the samples from ``start`` to ``end`` of a nested batch of ``rows`` samples, a batch of the same form.
 
     ``None`` where no array has so many rows, or the batch cannot be cut.
     """
     found = False
 
     def part(each: Any) -> Any:
+        """Return the rows of an array, or of a list with an item for each sample; containers are cut inside."""
         nonlocal found
         if has_shape(each):
             if len(each.shape) and each.shape[0] == rows:

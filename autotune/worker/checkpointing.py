@@ -7,7 +7,7 @@ from typing import Any
 
 
 def outermost(modules: Sequence[Any]) -> list[Any]:
-    """Return those modules that are inside no other of the modules."""
+    """Return the modules of a list that are inside no other module of the list."""
     inner = {id(part) for each in modules for part in each.modules() if part is not each}
     return [each for each in modules if id(each) not in inner]
 

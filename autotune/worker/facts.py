@@ -54,7 +54,7 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
 
 
 def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
-    """Return parameter counts and features of the model, built on the ``meta`` device without memory."""
+    """Return parameter counts and features of the model, built on ``meta``; for ranks, also how DDP and FSDP fare."""
     model_type: Any = model_class(workload)
     attentions = attention_implementations(model_type)
     model = on_meta(workload, "sdpa" if "sdpa" in attentions else "eager")
@@ -65,11 +65,11 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
     modules = (module for module in model.modules() if not isinstance(module, torch.nn.modules.conv._ConvNd))
     weights = (weight for module in modules for weight in module.parameters(recurse=False))
     experts = sum(weight.numel() for weight in weights if weight.dim() == 3 and weight.shape[0] > 1)
-    seen = AfterStep()
+    after_step = AfterStep()
     if ranks > 1:
         from autotune.worker.fake.ranks import what_ddp_can_skip, why_not_sharded
 
-        seen = what_ddp_can_skip(workload)
+        after_step = what_ddp_can_skip(workload)
         if layers:
             sharding_error = why_not_sharded(workload, layers, ranks)
     return ModelFacts(
@@ -82,7 +82,7 @@ def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
         layer_classes=layers,
         sharding_error=sharding_error,
         unquantized_experts=experts if workload.quantize else 0,
-        after_step=seen,
+        after_step=after_step,
     )
 
 

@@ -76,7 +76,7 @@ def is_out_of_memory(error: BaseException, fraction_used: float) -> bool:
 
 
 def _where_it_ran_out(error: BaseException, fraction_used: float) -> Literal["device", "host"] | None:
-    """Return where memory ran out; ``None`` for an error that means something else."""
+    """Return where memory ran out, by an error's words, of which some count only near the cap; else ``None``."""
     text, is_near = str(error).lower(), fraction_used >= _NEAR_LIMIT
     of_host = (*_HOST_FRAGMENTS, *([_HOST_FRAGMENT_NEAR_LIMIT] if is_near else []))
     of_device = (*_DEVICE_FRAGMENTS, *(_DEVICE_FRAGMENTS_NEAR_LIMIT if is_near else ()))
@@ -102,13 +102,13 @@ def package_of(error: BaseException) -> str | None:
 
     These two are passed over, since torch registers functions of other packages, and transformers imports packages.
     """
-    module = None
+    package = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         _, _, within = frame.f_code.co_filename.partition("site-packages" + os.sep)
         name = within.partition(os.sep)[0].removesuffix(".py")
         if within and name not in ("torch", "transformers", "autotune"):
-            module = name
-    return module
+            package = name
+    return package
 
 
 def first_line(error: BaseException) -> str:
@@ -131,10 +131,10 @@ def first_line(error: BaseException) -> str:
 def classify(
     error: BaseException, *, during: str, on_cpu: bool, peaks: PeakBytes | None = None, cap_bytes: int | None = None
 ) -> OutOfMemory | Failed:
-    """Return the outcome of a trial that ended with an exception; ``peaks`` and ``cap_bytes`` where they are known.
+    """Return the outcome of a trial that ended with an exception in the phase ``during``: out of memory, or a failure.
 
-    With ``on_cpu`` the device's memory is the host's, limited for the trial, so that out of memory is always of the
-    ``device``.
+    ``peaks`` and ``cap_bytes``, where known, tell how near the limit was. With ``on_cpu`` the device's memory is the
+    host's, limited for the trial, so that out of memory is always of the ``device``.
     """
     fraction = peaks.reserved / cap_bytes if peaks and cap_bytes else 0.0
     for each in chain_of(error):

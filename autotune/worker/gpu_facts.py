@@ -88,12 +88,12 @@ _LAUNCHES = 200
 
 
 def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> Calibration:
-    """Measure rates of square matrix products by kind, bandwidth, and seconds of a launch and of a dispatch.
+    """Measure a device and its host: rates of matrix products by kind, bandwidth, seconds of a launch and a dispatch.
 
     Each is the best of several runs. Kinds of products that the device lacks, or that do not fit in memory, are left
     out.
     """
-    share = budget_seconds / _PARTS
+    part_seconds = budget_seconds / _PARTS
     size = _GPU_SIZE if device.type == "cuda" else _CPU_SIZE
     products, before = {}, torch.get_float32_matmul_precision()
     for kind in ("half", "tf32", "fp32"):
@@ -101,16 +101,16 @@ def calibrate(device: torch.device, budget_seconds: float = BUDGET_SECONDS) -> C
             continue
         torch.set_float32_matmul_precision("high" if kind == "tf32" else "highest")
         with contextlib.suppress(RuntimeError):
-            products[kind] = _product_flops(kind, size, device, share)
+            products[kind] = _product_flops(kind, size, device, part_seconds)
     torch.set_float32_matmul_precision(before)
     # A launch and a dispatch are timed with an operation on one element. A partial function is as fast as the method.
     add_one = functools.partial(torch.zeros(1, device=device).add_, 1)
-    kernel_seconds, dispatch_seconds = _best_seconds(add_one, [device], share, _LAUNCHES)
-    return Calibration(size, products, _bytes_per_second(device, share), kernel_seconds, dispatch_seconds)
+    kernel_seconds, dispatch_seconds = _best_seconds(add_one, [device], part_seconds, _LAUNCHES)
+    return Calibration(size, products, _bytes_per_second(device, part_seconds), kernel_seconds, dispatch_seconds)
 
 
 def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -> float:
-    """Return the measured FLOPs per second of a matrix product."""
+    """Return the measured FLOPs per second of products of two square matrices of ``size`` rows, within ``seconds``."""
     half = torch.float16 if device.type == "cuda" else torch.bfloat16
     one = torch.randn((size, size), device=device, dtype=half if kind == "half" else torch.float32)
     other, result = one.clone(), torch.empty_like(one)
@@ -120,7 +120,7 @@ def _product_flops(kind: str, size: int, device: torch.device, seconds: float) -
 
 
 def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
-    """Return the bytes that an addition reads and writes per second; ``None`` where its tensors do not fit."""
+    """Return the bytes that an addition reads and writes per second; ``None`` where its three tensors do not fit."""
     size_bytes = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     try:
         one = torch.ones(size_bytes // 4, device=device)
@@ -134,19 +134,23 @@ def _bytes_per_second(device: torch.device, seconds: float) -> float | None:
 def _best_seconds(
     work: Callable[[], object], devices: Sequence[torch.device], seconds: float, together: int
 ) -> tuple[float, float]:
-    """Return the shortest time of a run, averaged over runs issued together, and the time to issue one."""
+    """Repeat ``work`` for some ``seconds``; return the shortest time of a run, and the shortest to issue one.
+
+    Both are means over ``together`` runs, which are issued before the devices are waited for.
+    """
+    # The first run, which loads kernels, is not timed.
     work()
     _synchronize_all(devices)
-    run, issued, deadline = float("inf"), float("inf"), time.perf_counter() + seconds
+    run_seconds, issue_seconds, deadline = float("inf"), float("inf"), time.perf_counter() + seconds
     while True:
-        started = time.perf_counter()
+        began_at = time.perf_counter()
         for _ in range(together):
             work()
-        issued = min(issued, (time.perf_counter() - started) / together)
+        issue_seconds = min(issue_seconds, (time.perf_counter() - began_at) / together)
         _synchronize_all(devices)
-        run = min(run, (time.perf_counter() - started) / together)
+        run_seconds = min(run_seconds, (time.perf_counter() - began_at) / together)
         if time.perf_counter() > deadline:
-            return run, issued
+            return run_seconds, issue_seconds
 
 
 # Sizes of the exchange between GPUs: what DDP reduces at once (its ``bucket_cap_mb``), and ten times as much. The fixed
@@ -159,9 +163,9 @@ _MOST_SECONDS = 20.0
 
 
 def collectives(ranks: int) -> dict[str, Collective]:
-    """Return fixed seconds and rate of collectives between GPUs, all driven by this process, of all and of a group.
+    """Measure NCCL's collectives between GPUs, which this process drives all: fixed seconds of a call, and the rate.
 
-    Keys are ``all_reduce``, ``all_gather`` and, where ranks form groups, ``group_gather``.
+    The result has ``all_reduce`` and ``all_gather`` of all ranks and, where ranks form groups, ``group_gather`` of one.
     """
     nccl: Any = importlib.import_module("torch.cuda.nccl")
 
@@ -188,16 +192,16 @@ def collectives(ranks: int) -> dict[str, Collective]:
 
 def _with_time_limit(seconds: float, measure: Callable[[], T]) -> T | None:
     """Return the result of a measurement; ``None`` where it fails, or exceeds its time and goes on in its thread."""
-    told: list[T] = []
+    results: list[T] = []
 
     def run() -> None:
         with contextlib.suppress(Exception):
-            told.append(measure())
+            results.append(measure())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return told[0] if told else None
+    return results[0] if results else None
 
 
 def _synchronize_all(devices: Sequence[torch.device]) -> None:

@@ -24,7 +24,6 @@ COLD_VARIABLE = "AUTOTUNE_COLD_TRIALS"
 # less (transformers 5.23, datasets 5.2; neither sklearn nor peft was installed).
 _NO_STEP_NEEDS = ("sklearn", "scipy")
 
-
 # Functions of torch.cuda that are answered without starting CUDA, in the order of their answers.
 _ASKED = ("get_device_capability", "get_device_properties", "current_device")
 
@@ -36,21 +35,21 @@ class CudaStartedError(Exception):
 class _Properties:
     """A GPU's properties: the given compute capability, and everything else from torch, which starts CUDA."""
 
-    def __init__(self, major: int, minor: int, find: Callable[[int], Any]) -> None:
+    def __init__(self, major: int, minor: int, ask_torch: Callable[[int], Any]) -> None:
         self.major = major
         self.minor = minor
-        self._find = find
+        self._ask_torch = ask_torch
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             # While a copy of this object is made, it has no attributes yet.
             raise AttributeError(name)
-        return getattr(self._find(0), name)
+        return getattr(self._ask_torch(0), name)
 
 
 @contextlib.contextmanager
 def _cuda_not_started() -> Iterator[None]:
-    """Answer questions about the GPU during imports without starting CUDA. Raise ``CudaStartedError`` if it started.
+    """Answer questions about the GPU, asked in the block, without starting CUDA; ``CudaStartedError`` if it started.
 
     transformers imports peft where it is installed, which imports bitsandbytes and torchao, which ask torch for the
     compute capability. Once CUDA is started, no forked child can use the GPU. The controller knows the capability from
@@ -74,7 +73,7 @@ def _cuda_not_started() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without(packages: tuple[str, ...], forever: tuple[str, ...]) -> Iterator[None]:
-    """Import as if some packages were not installed; those in ``forever`` cannot be imported later either."""
+    """Have imports in the block fail for some packages, as if not installed; those in ``forever`` fail later, too."""
     hidden = [name for name in (*packages, *forever) if name not in sys.modules]
     # ``None`` in sys.modules makes Python raise ModuleNotFoundError.
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
@@ -102,8 +101,8 @@ def renew_thread_pool_in_forks() -> None:
 def import_everything(preload: dict[str, Any] | None, *, is_plain: bool = False) -> int:
     """Import what trials need; return torch's number of threads from before this sets it to 1.
 
-    ``preload`` is the workload's document. Without it, import what any workload may need, or with ``is_plain`` what any
-    workload without dataset and adapters may need.
+    ``preload`` is the document of the workload to serve. Without it, import what any workload may need, or with
+    ``is_plain`` what any workload without dataset and adapters may need.
     """
     import torch
 
@@ -164,7 +163,7 @@ def import_compiler() -> None:
 
 
 def _hidden_from(workload: Workload | None, *, is_plain: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the packages to hide during imports, and those to hide forever."""
+    """Return the packages that a workload does not need: those to hide during imports, and those to hide forever."""
     if workload is None:
         return (_NO_STEP_NEEDS, ("datasets", "peft")) if is_plain else ((), ())
     # transformers' Trainer imports these, and this workload does not use them.
@@ -177,6 +176,7 @@ def _hidden_from(workload: Workload | None, *, is_plain: bool = False) -> tuple[
 
 
 def _import_class(workload: Workload) -> None:
+    """Import the class of a workload's model."""
     from autotune.worker.trial.build import model_class
 
     # The import only saves time. If the workload is wrong, the inspection reports why.
@@ -186,7 +186,6 @@ def _import_class(workload: Workload) -> None:
 
 # The libraries that the user's code imports. A trial of a script on Lightning spent 0.7 s on importing Lightning (CPU
 # time), one on TRL several seconds.
-
 
 # Libraries of models, data and training that compute nothing and start no threads when they are imported, as far as
 # they are known. Others are imported by each run.
@@ -204,7 +203,7 @@ Import = tuple[str, str | None]
 
 
 def imports_of(source: TrainingSource) -> list[Import]:
-    """Return the imports of known libraries in the user's file and in their own modules that it imports."""
+    """Return the imports of ``_LIBRARIES`` in the user's file, and in modules of the user's own that it imports."""
     reading = _Reading([Path(source.file).parent, Path(source.cwd)])
     reading.read(Path(source.file))
     return list(reading.found)
@@ -221,9 +220,10 @@ class _Reading:
         self._folders = folders
         self._seen: set[Path] = set()
         self._changing = {*_CHANGING}
+        """Names whose use may change the environment: also those of functions that use such a name."""
 
     def read(self, file: Path) -> bool:
-        """Add a file's top-level imports; return ``False`` where the code may have changed the environment."""
+        """Add a file's top-level imports; return ``False`` where reading ended at a change of the environment."""
         if file in self._seen or len(self._seen) == _MOST_FILES:
             return True
         self._seen.add(file)
@@ -246,12 +246,12 @@ class _Reading:
             if not self._changing.isdisjoint(names):
                 if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                     return False
-                # A function may change the environment only when it is called, by its name.
+                # A function or class changes the environment only when it is used, by its name.
                 self._changing.add(statement.name)
         return True
 
     def _add(self, module: str, name: str | None) -> bool:
-        """Add an import; for a module of the user's own, add its imports."""
+        """Add an import of a library; for a module of the user's own, add its imports. Return as ``read`` does."""
         package = module.partition(".")[0]
         if package in _LIBRARIES and not any(_files_of(folder, package) for folder in self._folders):
             self.found[module, name] = None
@@ -270,6 +270,6 @@ def _imports_in(statement: ast.Import | ast.ImportFrom) -> list[Import]:
 
 
 def _files_of(folder: Path, module: str) -> list[Path]:
-    """Return the existing files of a module in a folder, that of a package first."""
+    """Return the existing files that define a module in a folder: first a package's ``__init__.py``."""
     path = folder.joinpath(*module.split("."))
     return [file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()]

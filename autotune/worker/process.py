@@ -24,15 +24,16 @@ W = TypeVar("W")
 
 # Interval at which a child is checked for having ended without a result.
 _LOOK_SECONDS = 0.1
+# A log that grows beyond this is cut to its end, so that endless output does not fill the disk. A choice.
+MOST_LOG_BYTES = 16 * 1024**2
+_KEPT_LOG_BYTES = 1024**2
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Call prctl where it exists. It is only a second safeguard, so errors are ignored."""
-    if sys.platform != "linux":
-        return
+    """Call prctl where it exists, as on Linux. It is only a second safeguard, so errors are ignored."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
@@ -65,7 +66,7 @@ def in_fork(kind: type[W], run: Run[W]) -> W:
 def in_forks(kind: type[W], runs: Sequence[Run[W]], *, at_once: int, limit_seconds: float) -> list[W | None]:
     """Run functions in forked children, at most ``at_once`` at a time; return their results in order.
 
-    A result is ``None`` where its child ended without one, or was not finished at the common time limit.
+    A result is ``None`` where its child ended without one, or had none after ``limit_seconds`` of all together.
     """
     deadline = time.monotonic() + limit_seconds
     results: list[W | None] = [None] * len(runs)
@@ -124,8 +125,8 @@ class ForkedRun(Generic[W]):
     def result_before(self, is_over: Callable[[], bool]) -> W | None:
         """Wait for the result; return ``None`` once ``is_over`` is true.
 
-        Where the child ends without a result, this process ends as it did. The end of the pipe does not tell, since
-        processes that the child started may hold it open for longer.
+        Where the child ends without a result, this process ends with the same code or signal. That the child has ended
+        is asked of the system, since processes that the child started may hold the pipe open for longer.
         """
         while not is_over():
             wait_until_ready([] if self.lines.closed else [self.lines.fd], timeout_seconds=_LOOK_SECONDS)
@@ -174,11 +175,12 @@ def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:
 def serve_one_job(kind: type[W], run: Callable[[W, str], Any]) -> None:
     """Read one job from standard input, run it, and write its result to the file descriptor on the command line.
 
-    ``run`` gets the job's work and an empty temporary folder. The process dies with its parent.
+    ``run`` gets the job's work, an object of type ``kind``, and an empty folder. The process dies with its parent.
     """
     die_with(os.getppid())
     result_fd = int(sys.argv[1])
     poll = select.poll()
+    # Without any event to wait for, only the closing of the other end is reported.
     poll.register(result_fd, 0)
     if poll.poll(0):
         # Nobody is left to read: the parent died while this process imported its modules, and it has another one now.
@@ -221,15 +223,10 @@ def end_children(spared: Collection[int] = (), limit_seconds: float = 5.0) -> No
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process and its process group, which may not exist yet."""
+    """Kill a process and the process group that it leads, which may not exist yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-
-
-# A log that grows beyond this is cut to its end, so that endless output does not fill the disk. A choice.
-MOST_LOG_BYTES = 16 * 1024**2
-_KEPT_LOG_BYTES = 1024**2
 
 
 def bound_log(path: str) -> None:

@@ -67,8 +67,8 @@ def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
     """Set the environment variables and the threads of this process for DeepSpeed, before DeepSpeed is imported.
 
     DeepSpeed needs a process group even for one rank, as ``torchrun --nproc_per_node 1`` makes it. With port 0 the
-    store takes a free port. For a training on the CPU, DeepSpeed would otherwise choose a GPU that it finds. With
-    ``offloads``, the optimizer on the CPU gets this rank's share of the cores; ranks have a single thread otherwise.
+    store takes a free port. For a training on the CPU, DeepSpeed would otherwise choose a GPU that it finds. Where it
+    ``offloads`` the optimizer to the CPU, that gets this rank's share of the cores instead of a single thread.
     """
     import torch
 
@@ -89,7 +89,10 @@ def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
 
 
 class Ranks:
-    """The processes that train together. They exchange small values through the store, never through the GPUs."""
+    """This process (``rank``) and the others that train together with it; by default it is alone, without a store.
+
+    They exchange small values through the store, never through the GPUs.
+    """
 
     def __init__(self, rank: int = 0, count: int = 1, store: Any = None) -> None:
         self.rank = rank
@@ -118,7 +121,7 @@ class Ranks:
         return [json.loads(self._store.get(f"{self._exchanges}/{rank}")) for rank in range(self.count)]
 
     def open_store_anew(self) -> None:
-        """Open a new store for another run of the user's code; every rank calls this.
+        """Open a new store for another run of the user's code, and name it in ``MASTER_PORT``; every rank calls this.
 
         The old store still has the addresses of the earlier run's processes.
         """

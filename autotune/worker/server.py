@@ -1,12 +1,10 @@
 """Serve trials: import torch and transformers once, fork a child for each job, and report how it ended.
 
-Both sides write lines of JSON. The controller writes to standard input: first the workload and, once the server is
-``ready``, any number of jobs::
+Both sides write lines of JSON (``autotune.core.messages``). The controller writes to standard input: first the
+workload and, once the server is ``ready``, any number of jobs::
 
     {"workload": {…} | null, "is_plain": true | false}
     {"job": {"id": …, "kind": "trial", "work": {…}, "workload": {…}, "log_path": …, "timeout_seconds": …}}
-
-``autotune.core.messages`` describes the jobs, and what comes back.
 
 The server writes to the file descriptor named on the command line. It sends ``ready`` or ``import_error`` once. For
 each job it sends ``started`` (with ``pids``, and ``folder``, which the server removes at the end), any number of
@@ -85,14 +83,14 @@ class _Rank:
         self.lines = LineReader(result_fd, _LINE_LIMIT_BYTES)
         self.log_path = log_path
         self.answer: JobLine | None = None
-        """The process's line with a result or a problem, once it wrote one."""
+        """The first line with a result or a problem that the process wrote; ``None`` before."""
         self.malformed: str | None = None
         """The beginning of a line that is no ``JobLine``."""
         self.status: int | None = None
         """Its wait status, once it has ended."""
 
     def reap(self) -> bool:
-        """Return whether the process has ended since the last call."""
+        """Record the wait status if the process has ended; return whether it has ended since the last call."""
         if self.status is not None:
             return False
         try:
@@ -110,7 +108,10 @@ class _Rank:
 
     @property
     def state(self) -> Any:
-        """The state of the outcome; of another result ``completed``. ``None`` without a result."""
+        """The state in the result, as ``completed`` or ``out_of_memory``; ``None`` without a result.
+
+        A result that has a ``problem`` field is ``completed`` where that is ``None``, else ``failed``.
+        """
         if not isinstance(self.result, dict):
             return None
         # In a rehearsal, the other ranks may wait for a failed one.
@@ -123,9 +124,10 @@ class _Rank:
 
 
 def _order_of_blame(failed: _Rank) -> tuple[bool, float, int]:
-    """Return a key that is smallest for the rank that failed first, see ``_RunningJob.blame``."""
-    at = failed.answer.at if failed.answer is not None else None
-    return failed.state != "out_of_memory", at or 0.0, failed.number
+    """Return a key that is smallest for the rank whose failure caused the others', see ``_RunningJob.blame``."""
+    # A rank that ended without an answer has no time, and comes before those with one.
+    failed_at = failed.answer.at if failed.answer is not None else None
+    return failed.state != "out_of_memory", failed_at or 0.0, failed.number
 
 
 class _RunningJob:
@@ -140,7 +142,7 @@ class _RunningJob:
         self.scratch = scratch
         is_inspection = isinstance(job.work, InspectionWork)
         self.layer = job.protection.layer if job.protection is not None and is_inspection else None
-        """A folder that gets what the inspection of the user's own code writes."""
+        """The folder that gets what the inspection of the user's own code writes, instead of the user's folders."""
         self.room = None if job.protection is None else Room(scratch.path)
         self.store = store
         """Kept open for as long as ranks need it to find each other."""
@@ -214,6 +216,7 @@ class Server:
     def _wait_and_act(self) -> None:
         """Wait for messages, ends of processes and deadlines, for a second at most, and handle them."""
         reading = [self._control.fd, self._wake_read]
+        # While the controller does not read, jobs have to wait.
         if not self._reports.is_full:
             reading += [rank.lines.fd for job in self._jobs for rank in job.ranks if not rank.lines.closed]
         writing = [self._reports.fd] if self._reports.has_waiting else []
@@ -231,7 +234,7 @@ class Server:
                 self._obey(json.loads(line))
 
     def _obey(self, message: dict[str, Any]) -> None:
-        """Do what a message of the controller asks for."""
+        """Do what a message of the controller asks for: start a job, or serve another search from now on."""
         if "job" in message:
             document = message["job"]
             try:
@@ -243,7 +246,6 @@ class Server:
             else:
                 self._start(asked)
         elif "log_path" in message:
-            # Another search is served from now on.
             process.append_output(message["log_path"])
             import_model(message["workload"])
             self.report(Adopted(os.getpid()))
@@ -281,7 +283,10 @@ class Server:
         self.report(Started(job.id, tuple(rank.pid for rank in ranks), scratch.path))
 
     def _fork(self, job: Job, number: int, scratch: Scratch, store: Any, others: list[_Rank]) -> _Rank:
-        """Fork a process of a job, and return it. Raises ``OSError`` where that is impossible."""
+        """Fork the process of rank ``number`` of a job, after the ``others``; the child runs the rank and exits here.
+
+        Raises ``OSError`` where no process can be started.
+        """
         server = os.getpid()
         read_fd, write_fd = os.pipe()
         try:
@@ -297,7 +302,7 @@ class Server:
             self._become_child(job, number, scratch, server, write_fd, others)
         os.close(write_fd)
         if store is not None:
-            # The child does the same. Also here, so that no rank is outside the group for a moment.
+            # The child does the same. Also here, so that no rank is outside the group when all are killed.
             with contextlib.suppress(OSError):
                 os.setpgid(pid, others[0].pid if others else pid)
         return _Rank(number, pid, read_fd, rank_log(job.log_path, number))
@@ -331,7 +336,7 @@ class Server:
             process.leave(code)
 
     def _pids(self) -> list[int]:
-        """Return the process ids of running jobs."""
+        """Return the process ids of all running jobs' ranks."""
         return [rank.pid for job in self._jobs for rank in job.ranks]
 
     def _attend(self, job: _RunningJob) -> None:
@@ -387,7 +392,7 @@ class Server:
         self.report(Ended(job.id, answer))
 
     def _read_lines(self, job: _RunningJob, rank: _Rank) -> None:
-        """Forward the progress of the first rank, and keep the result of any until all have ended."""
+        """Forward the progress that the first rank reports, and keep a rank's result until all ranks have ended."""
         for line in rank.lines.read():
             # The user's own code may write anything into the pipe.
             try:
@@ -403,7 +408,7 @@ class Server:
 
 
 def _why_stopped(job: _RunningJob) -> Problem | None:
-    """Return the problem in a job's stop file; ``None`` without such a file."""
+    """Return the problem for which the server stopped a job, from the job's stop file; ``None`` without that file."""
     with contextlib.suppress(OSError, ValueError), open(job.scratch.stop_file, encoding="utf-8") as file:
         return decode(json.load(file), Problem)
     return None
@@ -419,7 +424,7 @@ def _naming_rank(number: int, said: JobLine) -> JobLine:
 
 
 def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_threads: int) -> None:
-    """Run the work of a job in the child, and send its result."""
+    """Run the work of a job in the forked child, as one rank of it, and write progress and result to ``result_fd``."""
     import torch
 
     def send(said: Any) -> None:

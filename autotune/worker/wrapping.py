@@ -17,22 +17,22 @@ from typing import Any
 def before(owner: Any, name: str, act: Callable[..., object]) -> None:
     """Replace a function of ``owner``, so that ``act`` is called with the arguments before each of its calls."""
 
-    def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def act_and_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         act(*args, **kwargs)
         return function(*args, **kwargs)
 
-    around(owner, name, looked_at)
+    around(owner, name, act_and_call)
 
 
 def after(owner: Any, name: str, act: Callable[..., object]) -> None:
     """Replace a function of ``owner``, so that ``act`` is called with result and arguments after each of its calls."""
 
-    def looked_at(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call_and_act(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         act(result, *args, **kwargs)
         return result
 
-    around(owner, name, looked_at)
+    around(owner, name, call_and_act)
 
 
 def around(owner: Any, name: str, act: Callable[..., Any]) -> None:
@@ -116,7 +116,7 @@ def module_of(frame: FrameType) -> str:
 def users_line(lines: Lines) -> str | None:
     """Return the innermost line of the user's own code, else of a package that is no framework: ``train.py:12``.
 
-    ``None`` where there is neither.
+    ``None`` where there is neither. Messages name this line.
     """
     place = None
     for frame, number in lines:

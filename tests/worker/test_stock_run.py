@@ -94,7 +94,7 @@ def test_a_checkpoint_has_weights_and_two_moments() -> None:
 def test_rows_are_counted_where_an_epoch_ends_with_fewer() -> None:
     """Nine rows in batches of eight: five epochs in ten steps."""
     work: Any = SimpleNamespace(arguments={"per_device_train_batch_size": 8}, devices=SimpleNamespace(ranks=1))
-    watch: Any = stock._Watch(_Meter(), 10, False, lambda: None, stock._rows_of_batches(9, work))  # type: ignore[arg-type]
+    watch: Any = stock._Watch(_Meter(), 10, False, lambda: None, stock._row_counts(9, work))  # type: ignore[arg-type]
     for _ in range(10):
         watch.count({"input_ids": torch.zeros(1, 30), "cu_seq_lens_q": torch.arange(12)}, None)
     assert watch._samples == 45

@@ -136,9 +136,9 @@ def estimate_run(steps: Sequence[Timed], run: PlannedRun) -> RunEstimate:
     later_seconds = max(0.0, sum(extra for extra, _ in times) / sum(count for _, count in times))
     of_each = [extra / count for extra, count in times]
     # The spread of a single extra time is unknown, so its size is taken as the error.
-    error = (
-        quantile(len(of_each) - 1) * statistics.stdev(of_each) / math.sqrt(len(of_each)) if times[1:] else later_seconds
-    )
+    error = later_seconds
+    if len(of_each) > 1:
+        error = quantile(len(of_each) - 1) * statistics.stdev(of_each) / math.sqrt(len(of_each))
     all_seconds, steady = max(0.0, once_seconds) + later_seconds * later_shapes, line.mean.seconds
     seconds = steady + all_seconds / run.steps
     half_width = math.hypot(steady * line.mean.relative_half_width, error * later_shapes / run.steps)

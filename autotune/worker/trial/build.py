@@ -254,7 +254,6 @@ def _mark_initialized(value: torch.Tensor) -> torch.Tensor:
 # On the meta device it has shapes and no values. It is sharded as accelerate does it. Then the weights of one module
 # after the other are made on the device, and every rank keeps its part of them.
 
-
 # Value of weights that no model initializes, such as DoRA's magnitudes: any number that is not zero.
 _UNDRAWN = 0.02
 
@@ -322,10 +321,7 @@ def fill(model: Any, device: torch.device) -> None:
 
 
 def _modules_with_owners(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield modules, children first, each with the innermost transformers model around it, which can initialize it.
-
-    ``owner`` is the transformers model around ``module``; ``None`` where there is none.
-    """
+    """Yield modules, children first, each with the innermost transformers model around it, which can initialize it."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
         yield from _modules_with_owners(child, owner)

@@ -47,10 +47,7 @@ class FreeSteps:
         return self._left > 0 and len(self._counted) < self._wanted
 
     def begin(self, measured: Measurement) -> None:
-        """Plan the free steps, if the candidate has any: as many as take about a second at the ``measured`` speed.
-
-        The first is not timed, since it begins with an idle GPU.
-        """
+        """Plan free steps, if any, for about a second; the first is not timed, since it begins with an idle GPU."""
         steps = math.ceil(_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
         self._wanted = min(self._most, max(_FEWEST, steps))
         self._left = min(self._most, _PATIENCE * self._wanted)

@@ -44,13 +44,15 @@ _MODEST_SCALE = 2.0**7
 # After so many times the micro-steps in which CUDA graphs are captured and replayed, their replay is not waited for any
 # more. A choice.
 _MOST_WARMUPS = 3
+# The number of layers of a model that does not fit is divided by this. A choice.
+_FEWER = 4
 
 
 @functools.cache
 def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the factors of the random directions for a gradient of this shape, equal in every process.
+    """Return the random directions' factors: signs (rows, projections) and normal numbers (columns, projections).
 
-    The factors are signs (rows, projections) and normal numbers (columns, projections).
+    They depend on the shape alone, so that gradients of several processes can be compared.
     """
     generator = torch.Generator().manual_seed(rows * 8191 + columns)
     signs = torch.randint(0, 2, (rows, PROJECTIONS), generator=generator).float() * 2 - 1
@@ -278,10 +280,6 @@ def _cut_from_one_batch(trainer: Any, samples: int, seed: int) -> bool:
     # The collator is looked up at call time: settings put their own collators around this one.
     trainer.get_train_dataloader = lambda: DataLoader(row_numbers, batch_size=size, collate_fn=trainer.data_collator)
     return True
-
-
-# The number of layers of a model that does not fit is divided by this. A choice.
-_FEWER = 4
 
 
 def _with_layers(workload: Workload, layers: int | None) -> Workload:

@@ -42,13 +42,10 @@ _LEAST_ENERGY_SECONDS = 0.5
 # Most tensors without a gradient whose names are kept. A choice.
 _MOST_NAMED_TENSORS = 3
 
-
 Number = TypeVar("Number", int, float)
 
 MOST_SKIPPED_STEPS = 20
-"""Most steps that are run again because fp16's gradient scaler skipped their update.
-
-Each halves the scale of 65,536, so it is below 1 after 17 of them."""
+"""Most steps whose update fp16's gradient scaler may skip. Each halves its scale, 65,536: below 1 after 17 steps."""
 
 
 def most_steps(candidate: Candidate, effort: Effort, *, are_alike: bool = True) -> int:
@@ -568,8 +565,8 @@ class StepTimer(StepListener):
         known = [step.real_tokens for step in self._timed if step.real_tokens is not None]
         if len(known) < len(self._timed):
             return None
-        share_run = micro_steps_to_run(self._candidate, self._effort) / self._candidate.gradient_accumulation_steps
-        return statistics.fmean(known) / (self._candidate.samples_per_step * share_run)
+        samples = self._candidate.samples_per_step * micro_steps_to_run(self._candidate, self._effort)
+        return statistics.fmean(known) / (samples / self._candidate.gradient_accumulation_steps)
 
     def _largest_known(self, figure: Number | None) -> Number | None:
         """Return the largest figure of the ranks that know theirs; ``None`` where no rank does. All ranks call this."""

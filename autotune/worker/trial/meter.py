@@ -35,6 +35,10 @@ from autotune.devices.gpus import MOST_CONTEXT_BYTES
 from autotune.worker.failures import classify
 from autotune.worker.trial.step_checks import NotTrainedError
 
+# Number of last steps that are looked at for growing memory, and the least growth per step in bytes. Choices.
+_LOOKED_AT, _LEAST_GROWTH = 24, 2**16
+_NS = 1e-9
+
 
 class Meter:
     """Measures a trial's device. A method returns ``None`` where the device does not provide the value."""
@@ -237,10 +241,6 @@ def failure_of(
     return outcome
 
 
-# Number of last steps that are looked at, and the least growth per step in bytes. Choices.
-_LOOKED_AT, _LEAST_GROWTH = 24, 2**16
-
-
 def growth_of(held_bytes: Sequence[int | None], fewest_steps: int = Meter.fewest_growing_steps) -> int | None:
     """Return the growth of memory per step in bytes, such as from graphs that are kept, from the bytes after each step.
 
@@ -336,9 +336,6 @@ def use_kernels(device: torch.device, *, convolves: bool) -> None:
     optimizer.step()
 
 
-_NS = 1e-9
-
-
 class Profiler:
     """Records what the GPU executes, with ``torch.profiler``: CUDA activity only."""
 
@@ -384,10 +381,7 @@ def busy_seconds(intervals: Iterable[tuple[int, int]]) -> float | None:
 
 
 class BusyStep:
-    """Finds the share of a step in which the GPU is busy, by profiling one or two micro-steps of it.
-
-    Errors of the profiler never leave this class.
-    """
+    """Profiles one or two micro-steps of a step for the GPU's busy share; errors of the profiler never leave it."""
 
     def __init__(self, profiler: Profiler | None, meter: Meter, micro_steps_run: int, micro_steps: int) -> None:
         self._profiler = profiler

@@ -50,6 +50,13 @@ from autotune.worker.trial.step_checks import LossWatch, NotTrainedError, StepCh
 from autotune.worker.trial.synthetic import synthetic_ingredients
 from autotune.worker.wrapping import after
 
+Send = Callable[[Progress], None]
+
+# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: the size of every request is rounded up to a multiple of it.
+_BLOCK_BYTES = 512
+# The inputs of one step are freed only after those of the next are there, so two steps show the peak.
+_EXCHANGES = 2
+
 
 class TrainerSteps(TrainerCallback):  # type: ignore[misc]
     """The callback that hands the steps of a ``Trainer`` to a timer, and stops the training when that has enough."""
@@ -85,12 +92,6 @@ class TrainerSteps(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Report the end of the training, which may come before enough is measured."""
         self.timer.end()
-
-
-# c10/cuda/CUDACachingAllocator.cpp, kMinBlockSize: the size of every request is rounded up to a multiple of it.
-_BLOCK_BYTES = 512
-# The inputs of one step are freed only after those of the next are there, so two steps show the peak.
-_EXCHANGES = 2
 
 
 class LeftOutInputs:
@@ -147,9 +148,6 @@ class LeftOutInputs:
 def _rounded_bytes(tensors: list[torch.Tensor]) -> int:
     """Return the bytes that torch's allocator takes for tensors."""
     return sum(-(-tensor.nbytes // _BLOCK_BYTES) * _BLOCK_BYTES for tensor in tensors)
-
-
-Send = Callable[[Progress], None]
 
 
 class Phases:
@@ -432,10 +430,7 @@ class Trial:
         return dataset
 
     def _schedule(self, dataset: PreparedDataset) -> Schedule:
-        """Return the order of the dataset's samples in this trial, by which a few steps stand for a long run.
-
-        Steps with new shapes are visited until a GPU knows the shapes, and once more.
-        """
+        """Return the order of the dataset's samples in this trial, whose few steps stand for a long run."""
         candidate = self._candidate
         shape = BatchShape(
             candidate.per_device_train_batch_size,

@@ -17,6 +17,7 @@ from autotune.worker.wrapping import after
 
 # Default of torch.amp.GradScaler, which accelerate does not change.
 _FIRST_SCALE = 2.0**16
+End = Callable[[str, str], NoReturn]
 
 
 def on_each_micro_step(trainer: Any, take: Callable[[Any, Any], None]) -> None:
@@ -156,10 +157,7 @@ class StepChecks:
         self.refuse(NotTrainedError(message + place, hint, is_out_of_memory=is_out_of_memory))
 
     def step_ends(self, micro_steps: int) -> StepCounts:
-        """Judge a whole step, and return its counts; they are 0 once the watch is removed.
-
-        Refuses a step that caught out of memory, made too few backward passes, or left samples out.
-        """
+        """Judge a whole step, refuse it if it did not train, and return its counts (0 once the watch is removed)."""
         if self.watch.is_removed:
             return StepCounts()
         counts = self.watch.take()
@@ -207,15 +205,11 @@ def may_have_all_samples(calls: Sequence[Call], micro_steps: int, samples: int) 
     return is_second or any(call.is_packed for call in calls)
 
 
-End = Callable[[str, str], NoReturn]
-"""Ends the training with a message and a hint."""
-
-
 class FirstStepWatch(Listener):
     """Watches a real training with a winner's settings up to its first update, and ends it where that step differs.
 
-    ``on_good_step`` is called after a step without a problem. ``accumulation`` is the expected number of backward
-    passes in the step; ``None`` where not known.
+    ``end`` gets a message and a hint; ``on_good_step`` is called after a step without a problem. ``accumulation`` is
+    the expected number of backward passes in the step; ``None`` where not known.
     """
 
     def __init__(

@@ -87,7 +87,6 @@ _OF_PACKED_ROWS = frozenset(("position_ids", "cu_seq_lens_q", "cu_seqlens", "seq
 # Number of calls whose saved tensors are looked at. The first may be of a model that is not trained. A choice.
 _LOOKED_WITHIN = 4
 
-
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of tensors; the length of a list of tensors comes before the shapes of its tensors."""
 
@@ -423,10 +422,7 @@ class TrainingWatch:
         self._replace(torch, "compile", watched)
 
     def _recorded_like_a_module(self, made: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-        """Return the compiled function ``made``, whose calls count as calls of ``owner``, the module it is a method of.
-
-        A function that is no module's method is called without hooks and not recorded.
-        """
+        """Return the compiled function ``made``, its calls recorded as those of ``owner`` where that is a module."""
 
         @functools.wraps(made)
         def call(*given: Any, **named: Any) -> Any:

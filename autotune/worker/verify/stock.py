@@ -49,24 +49,25 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         steps: int,
         evaluates: bool,
         wait_for_ranks: Callable[[], None],
-        rows: Iterator[int] | None = None,
+        row_counts: Iterator[int] | None = None,
     ) -> None:
         self._meter = meter
-        self._rows = rows
+        self._row_counts = row_counts
+        """Samples of each packed batch, which itself does not show them; ``None`` without packing."""
         self._wait_for_ranks = wait_for_ranks
         self._steps = steps
         self._warmup = min(_MOST_WARMUP_STEPS, steps // 4)
         self._pause_after = (self._warmup + steps) // 2 if evaluates else None
-        self._stretch = max(1, (steps - self._warmup) // _STRETCHES)
-        self._began = 0.0
+        self._stretch_steps = max(1, (steps - self._warmup) // _STRETCHES)
+        self._began_at = 0.0
         self._first_step = 0
-        self._joules: float | None = None
+        self._joules_before: float | None = None
         self._began_idle = False
         """Whether the device was idle when the stretch began."""
         self._start_mark: Any = None
-        self._unread: list[tuple[int, int, int, Any, Any]] = []
+        self._ended: list[tuple[int, int, int, Any, Any]] = []
         """Steps, samples, new shapes, begin and end of each stretch since the device was last waited for."""
-        self._shapes: set[Any] = set()
+        self._seen_shapes: set[Any] = set()
         self._samples = 0
         self._new_shapes = 0
         self.during = "train"
@@ -86,13 +87,14 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         """
         shapes = tuple(value.shape for value in inputs.values() if hasattr(value, "shape"))
         lengths = tuple(shape[1:] for shape in shapes)
+        # Where samples are joined to one row, the cumulative lengths are one more than the samples.
         joined = inputs.get("cu_seq_lens_q")
         if joined is None:
             self._samples += shapes[0][0]
         else:
-            self._samples += len(joined) - 1 if self._rows is None else next(self._rows)
-        self._new_shapes += lengths not in self._shapes
-        self._shapes.add(lengths)
+            self._samples += len(joined) - 1 if self._row_counts is None else next(self._row_counts)
+        self._new_shapes += lengths not in self._seen_shapes
+        self._seen_shapes.add(lengths)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End and begin stretches. The Trainer evaluates and saves after this call, if requested here."""
@@ -100,13 +102,13 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         if step < self._warmup:
             return
         is_pause = step == self._pause_after
-        is_end = is_pause or step == self._steps or step - self._first_step == self._stretch
+        is_end = is_pause or step == self._steps or step - self._first_step == self._stretch_steps
         if step == self._warmup:
             self._begin_idle(step)
         elif is_end:
             self._end_stretch(step)
         elif self._began_idle:
-            # Its beginning is not that of a step whose host is ahead of the device.
+            # Begin anew after the first step: only now is the host ahead of the device, as in a usual step.
             self.untimed_samples += self._samples
             self._begin_stretch(step)
         if is_pause or step == self._steps:
@@ -120,7 +122,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
             self.peaks["end"] = self._meter.peaks()
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Record the end of the evaluation, before the checkpoint."""
+        """Record the end of the evaluation, after which the Trainer saves a checkpoint, or else training goes on."""
         self._pause_ends("evaluate")
         self.during = "save"
         if self.unsaved_bytes is not None:
@@ -142,48 +144,48 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         """Record peak memory and duration of the evaluation or the checkpoint that ends, under the name ``what``."""
         self._meter.synchronize()
         self.peaks[what] = self._meter.peaks()
-        self.pause_seconds[what] = time.perf_counter() - self._began - sum(self.pause_seconds.values())
+        self.pause_seconds[what] = time.perf_counter() - self._began_at - sum(self.pause_seconds.values())
 
     def _begin_idle(self, step: int) -> None:
         """Wait for the device, and begin a stretch. It begins anew after its first step, unless that is its last."""
         self._meter.synchronize()
-        self._began, self._joules = time.perf_counter(), self._meter.energy_joules()
+        self._began_at, self._joules_before = time.perf_counter(), self._meter.energy_joules()
         self._begin_stretch(step)
         self._began_idle = True
 
     def _begin_stretch(self, step: int) -> None:
-        """Begin a stretch after this step."""
+        """Begin a stretch after step ``step``."""
         self._samples = self._new_shapes = 0
         self._first_step, self._start_mark, self._began_idle = step, self._meter.mark(), False
 
     def _end_stretch(self, step: int) -> None:
-        """Record the end of a stretch after this step, which is the beginning of the next stretch."""
+        """End the stretch after step ``step``, at the mark with which the next stretch begins."""
         steps, samples, new_shapes, begin = step - self._first_step, self._samples, self._new_shapes, self._start_mark
         self._begin_stretch(step)
-        self._unread.append((steps, samples, new_shapes, begin, self._start_mark))
+        self._ended.append((steps, samples, new_shapes, begin, self._start_mark))
 
     def _read_stretches(self) -> None:
-        """Wait for the device, and record the stretches and the energy since ``_begin_idle``."""
+        """Wait for the device, and add the stretches and the energy since ``_begin_idle`` to the results."""
         self._meter.synchronize()
-        for steps, samples, new_shapes, begin, end in self._unread:
+        for steps, samples, new_shapes, begin, end in self._ended:
             self.stretches.append(Stretch(steps, samples, self._meter.seconds_between(begin, end), new_shapes))
-        self._unread = []
-        begin, end, total = self._joules, self._meter.energy_joules(), self.joules
-        self.joules = None if begin is None or end is None or total is None else total + end - begin
+        self._ended = []
+        before, after, total = self._joules_before, self._meter.energy_joules(), self.joules
+        self.joules = None if before is None or after is None or total is None else total + after - before
 
 
 def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
-    """Train on this rank; return the measurements or the failure."""
+    """Train on this rank with a stock ``Trainer``; return the measurements or the failure."""
     uuid = work.devices.uuids[rank]
     core = pin_to_one_core(uuid, work.cpu_core) if work.pinned else None
     meter = open_meter(work.devices.kind, uuid, rank, work.devices.ranks)
     if work.cap_bytes is not None:
         meter.limit(work.cap_bytes)
     data = work.workload.data
-    rows = None
+    row_counts = None
     if data is not None and data.packing and data.facts is not None:
-        rows = _rows_of_batches(data.facts.samples, work)
-    watch = _Watch(meter, work.steps, work.evaluates, lambda: PartialState().wait_for_everyone(), rows)
+        row_counts = _row_counts(data.facts.samples, work)
+    watch = _Watch(meter, work.steps, work.evaluates, lambda: PartialState().wait_for_everyone(), row_counts)
     try:
         return _train(work, output_dir, meter, watch, core)
     except Exception as error:
@@ -191,16 +193,16 @@ def run_stock(work: StockWork, output_dir: str, rank: int = 0) -> StockResult:
         return StockResult(outcome.state, outcome.message, outcome.during)
 
 
-def _rows_of_batches(count: int, work: StockWork) -> Iterator[int]:
-    """Yield the number of rows in each batch, endlessly. A packed batch itself does not show its rows."""
+def _row_counts(dataset_rows: int, work: StockWork) -> Iterator[int]:
+    """Yield the number of rows of the packed dataset in each batch, epoch after epoch without end."""
     batch = int(work.arguments["per_device_train_batch_size"])
     # accelerate fills the last batch of an epoch where several ranks share the dataset.
-    last = count % batch if work.devices.ranks == 1 else 0
-    return itertools.cycle([batch] * (count // batch) + [last] * bool(last))
+    last = dataset_rows % batch if work.devices.ranks == 1 else 0
+    return itertools.cycle([batch] * (dataset_rows // batch) + [last] * bool(last))
 
 
 def checkpoint_bytes(model: Any, *, only_trained: bool) -> int:
-    """Return the bytes of a checkpoint: weights, or only trained ones, and two float32 moments of trained weights."""
+    """Return the bytes of a checkpoint: weights (or only trained ones), and two float32 moments of trained weights."""
     # A rank of ZeRO-3 has parts of the tensors.
     sized = [(p, getattr(p, "ds_numel", p.numel())) for p in model.parameters()]
     weights: int = sum(count * p.element_size() for p, count in sized if p.requires_grad or not only_trained)
@@ -212,6 +214,7 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
     """Build model, data and ``Trainer``, train, and return the measurements."""
     set_seed(work.seed)
     workload = work.workload
+    # These replace what the user has exported.
     fixed = {"max_steps": work.steps, "report_to": "none", "disable_tqdm": True, "seed": work.seed}
     fixed |= {"output_dir": output_dir, "save_strategy": "no"}
     dataset = None
@@ -222,28 +225,28 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
     if "deepspeed" in work.arguments:
         offloads = "offload_optimizer" in work.arguments["deepspeed"]["zero_optimization"]
         prepare_deepspeed(work.devices.kind, work.devices.ranks, offloads=offloads)
-    made = TrainingArguments(**{**work.arguments, **fixed})
-    check_devices(made, work.devices.ranks)
+    arguments = TrainingArguments(**{**work.arguments, **fixed})
+    check_devices(arguments, work.devices.ranks)
     # The model is built after the arguments, as in scripts: ZeRO-3 then shards it while it is built.
     model, is_on_meta = model_for(work.arguments, workload, work.attn_implementation, meter.device)
     saved_bytes = checkpoint_bytes(model, only_trained=bool(workload.peft))
     if saved_bytes > min(_MOST_SAVED_BYTES, shutil.disk_usage(output_dir).free // 2):
         watch.unsaved_bytes = saved_bytes
-    evaluated = _EVALUATION_BATCHES * made.per_device_eval_batch_size
+    eval_samples = _EVALUATION_BATCHES * arguments.per_device_eval_batch_size
     if dataset is not None:
-        ingredients = dataset.ingredients(model, evaluated)
+        ingredients = dataset.ingredients(model, eval_samples)
     else:
-        per_step = made.per_device_train_batch_size * made.gradient_accumulation_steps * made.world_size
+        per_step = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
         ingredients = synthetic_ingredients(workload, model, per_step * work.steps, work.seed)
-        ingredients["eval_dataset"] = synthetic_dataset(workload, model, evaluated, work.seed)
-    trainer = Trainer(model=model, args=made, callbacks=[watch], **ingredients)
+        ingredients["eval_dataset"] = synthetic_dataset(workload, model, eval_samples, work.seed)
+    trainer = Trainer(model=model, args=arguments, callbacks=[watch], **ingredients)
     if is_on_meta:
         shard_from_meta(trainer, workload)
     trainer = apply(trainer, **work.applied)
     on_each_micro_step(trainer, watch.count)
     losses = LossWatch(trainer)
     trainer.train()
-    samples = sum(stretch.samples for stretch in watch.stretches) + watch.untimed_samples
+    samples_of_energy = sum(stretch.samples for stretch in watch.stretches) + watch.untimed_samples
     return StockResult(
         "completed",
         packages=package_versions(),
@@ -252,7 +255,7 @@ def _train(work: StockWork, output_dir: str, meter: Meter, watch: _Watch, core: 
         peak_bytes=watch.peaks,
         unsaved_bytes=watch.unsaved_bytes,
         pause_seconds=watch.pause_seconds,
-        joules_per_sample=watch.joules / samples if watch.joules else None,
+        joules_per_sample=watch.joules / samples_of_energy if watch.joules else None,
         skipped_steps=skipped_steps(trainer.accelerator.scaler, trainer.state.global_step),
         loss_problem=losses.problem(),
         evaluation_batch_size=trainer.args.per_device_eval_batch_size,

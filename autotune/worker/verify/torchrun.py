@@ -27,7 +27,7 @@ TRAINING = "training"
 
 
 def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
-    """Train all ranks; return their merged measurements or the first failure."""
+    """Train all ranks with ``torchrun``; return their merged measurements, or the failure that ended them."""
     folder = Path(output_dir)
     # Not the training's own folder, which has to be empty.
     (folder / TRAINING).mkdir()
@@ -48,21 +48,21 @@ def run_with_torchrun(work: StockWork, output_dir: str) -> StockResult:
 def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int = 1) -> StockResult:
     """Merge the results of all ranks: the sum of samples, and the largest times and peaks.
 
-    ``shared_by`` ranks share each sample, and each of them has counted it. If ranks failed, the result of the first is
-    returned, of one out of memory if there is any, since the other ranks then fail with lost connections.
+    ``shared_by`` ranks share each sample (context parallelism), and each has counted it. If ranks failed, return the
+    failure of one that ran out of memory, since others then lose their connections to it; else that of the first.
     """
-    said = [answer for answer in answers if answer is not None]
-    failures = [answer for answer in said if answer.state != "completed"]
+    given = [answer for answer in answers if answer is not None]
+    failures = [answer for answer in given if answer.state != "completed"]
     if failures:
         first = min(failures, key=lambda answer: answer.state != "out_of_memory")
         return dataclasses.replace(first, message=f"rank {answers.index(first)}: {first.message}")
-    if len(said) < len(answers):
+    if len(given) < len(answers):
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         message = f"rank {silent[0]} gave no answer, and torchrun ended with exit code {exit_code}"
         return StockResult("failed", message, during="")
-    joules = [answer.joules_per_sample for answer in said if answer.joules_per_sample is not None]
+    joules = [answer.joules_per_sample for answer in given if answer.joules_per_sample is not None]
     return dataclasses.replace(
-        said[0],
+        given[0],
         stretches=tuple(
             dataclasses.replace(
                 each[0],
@@ -70,19 +70,19 @@ def merge(answers: Sequence[StockResult | None], exit_code: int, shared_by: int 
                 samples=sum(stretch.samples for stretch in each) // shared_by,
                 new_shapes=max(stretch.new_shapes for stretch in each),
             )
-            for each in zip(*(answer.stretches for answer in said), strict=True)
+            for each in zip(*(answer.stretches for answer in given), strict=True)
         ),
         peak_bytes={
             what: PeakBytes(
-                max(answer.peak_bytes[what].allocated for answer in said),
-                max(answer.peak_bytes[what].reserved for answer in said),
+                max(answer.peak_bytes[what].allocated for answer in given),
+                max(answer.peak_bytes[what].reserved for answer in given),
             )
-            for what in said[0].peak_bytes
+            for what in given[0].peak_bytes
         },
         # Each rank measured the joules of its own GPU for its own samples, which are as many as another's.
-        joules_per_sample=sum(joules) / len(joules) * shared_by if len(joules) == len(said) else None,
-        skipped_steps=max((each.skipped_steps for each in said if each.skipped_steps is not None), default=None),
-        loss_problem=next((answer.loss_problem for answer in said if answer.loss_problem), None),
+        joules_per_sample=sum(joules) / len(joules) * shared_by if len(joules) == len(given) else None,
+        skipped_steps=max((each.skipped_steps for each in given if each.skipped_steps is not None), default=None),
+        loss_problem=next((answer.loss_problem for answer in given if answer.loss_problem), None),
     )
 
 
