@@ -161,7 +161,7 @@ class Target:
         return Workload.from_document(self.report.workload)
 
     def work(self, steps: int, *, evaluates: bool, data_folder: Path | None = None) -> StockWork:
-        """Return the work for a process of ``autotune.worker.verify.stock``; ``evaluates`` asks for pauses, too."""
+        """Return the work for a process of ``autotune.worker.verify.stock``, which also ``evaluates`` and saves."""
         return StockWork(
             self.workload,
             self.placement.rank_devices,

@@ -241,7 +241,7 @@ def check_steps(steps: int | None) -> None:
 
 
 def steps_of(target: Target, asked: int | None) -> int:
-    """Return the number of steps of a stock run: as asked, else for a usual time. Raises as ``check_steps`` does."""
+    """Return a stock run's number of steps: ``asked`` (checked by ``check_steps``), else those of a usual time."""
     check_steps(asked)
     steps_in_time = int(_USUAL_SECONDS / target.promised.step_seconds)
     return asked if asked is not None else max(LEAST_STEPS, min(steps_in_time, _USUAL_STEPS))
@@ -358,7 +358,7 @@ def verification_lines(verification: Verification) -> list[str]:
             lines.append(f"  {obtained.joules_per_sample:.3g} J a {word}{before}")
         lines.append(f"  {verification.steps_timed} steps, {verification.samples_timed:,} {word}s, were timed")
     lines += [f"  note: {note}" for note in notes(verification)]
-    if verification.misses():
+    if verification.misses():  # ``check`` raises them as an error.
         return lines
     words = {"cannot_tell": "cannot tell", "faster": "faster than promised"}.get(verification.verdict())
     return [*lines, f"{words}: {verification.why()}" if words else "kept: a stock Trainer does what was promised"]

@@ -43,18 +43,18 @@ def layer_classes(model: torch.nn.Module) -> list[str]:
     are used; else the classes with at least half as many parameters as the largest class.
     """
     lists = outermost([module for module in model.modules() if isinstance(module, torch.nn.ModuleList)])
-    held: Counter[str] = Counter()
+    parameters: Counter[str] = Counter()
     for layer in itertools.chain.from_iterable(lists):
-        held[type(layer).__name__] += sum(parameter.numel() for parameter in layer.parameters())
-    named = [name for name in modules_not_to_split(model) if held.get(name)]
+        parameters[type(layer).__name__] += sum(parameter.numel() for parameter in layer.parameters())
+    named = [name for name in modules_not_to_split(model) if parameters.get(name)]
     if named:
         return sorted(named)
-    largest = max(held.values(), default=0)
-    return sorted(name for name, size in held.items() if 2 * size >= largest > 0)
+    largest = max(parameters.values(), default=0)
+    return sorted(name for name, count in parameters.items() if 2 * count >= largest > 0)
 
 
 def _model_facts(workload: Workload, ranks: int) -> ModelFacts:
-    """Return parameter counts and features of the model, built on ``meta``; for ranks, also how DDP and FSDP fare."""
+    """Return facts about the model, built on ``meta``; for several ranks, also if it shards, and what DDP can skip."""
     model_type: Any = model_class(workload)
     attentions = attention_implementations(model_type)
     model = on_meta(workload, "sdpa" if "sdpa" in attentions else "eager")

@@ -163,13 +163,14 @@ _MOST_SECONDS = 20.0
 
 
 def collectives(ranks: int) -> dict[str, Collective]:
-    """Measure NCCL's collectives between GPUs, which this process drives all: fixed seconds of a call, and the rate.
+    """Measure NCCL's collectives between as many GPUs as ``ranks``, driven by this process: fixed seconds, and rate.
 
     The result has ``all_reduce`` and ``all_gather`` of all ranks and, where ranks form groups, ``group_gather`` of one.
     """
     nccl: Any = importlib.import_module("torch.cuda.nccl")
 
     def timed(gpus: int, size_bytes: int, *, gathers: bool) -> float:
+        """Return the seconds of an exchange of ``size_bytes``: an all-gather or an all-reduce."""
         devices = [torch.device("cuda", index) for index in range(gpus)]
         part = size_bytes // 4 // gpus
         whole = [torch.zeros(part * gpus, device=device) for device in devices]
@@ -182,11 +183,11 @@ def collectives(ranks: int) -> dict[str, Collective]:
     for name, gpus in (("all_reduce", ranks), ("all_gather", ranks), ("group_gather", group_size(ranks))):
         if gpus is not None:
             gathers = name != "all_reduce"
-            short, long = (timed(gpus, size_bytes, gathers=gathers) for size_bytes in _EXCHANGED_BYTES)
+            few_seconds, many_seconds = (timed(gpus, size, gathers=gathers) for size in _EXCHANGED_BYTES)
             # In a ring of n each sends (n - 1) / n of the bytes to gather them, and as many before to sum them up.
             few_sent, many_sent = ((1 if gathers else 2) * (gpus - 1) / gpus * size for size in _EXCHANGED_BYTES)
-            rate = (many_sent - few_sent) / (long - short)
-            found[name] = Collective(max(0.0, short - few_sent / rate), rate)
+            rate = (many_sent - few_sent) / (many_seconds - few_seconds)
+            found[name] = Collective(max(0.0, few_seconds - few_sent / rate), rate)
     return found
 
 

@@ -49,11 +49,11 @@ class _Properties:
 
 @contextlib.contextmanager
 def _cuda_not_started() -> Iterator[None]:
-    """Answer questions about the GPU, asked in the block, without starting CUDA; ``CudaStartedError`` if it started.
+    """Answer questions about the GPU that imports in the block ask, without starting CUDA.
 
     transformers imports peft where it is installed, which imports bitsandbytes and torchao, which ask torch for the
-    compute capability. Once CUDA is started, no forked child can use the GPU. The controller knows the capability from
-    the driver.
+    compute capability. The controller knows it from the driver. Raises ``CudaStartedError`` where an import started
+    CUDA all the same, since no forked child could then use the GPU.
     """
     import torch
 

@@ -155,6 +155,7 @@ def _run_in_child(run: Run[W], result_fd: int, *, stays: bool) -> NoReturn:
     """Run the function in the child, send its result, and exit: with code 0 after a result, else 1."""
 
     def finish(result: W) -> NoReturn:
+        """Send the result, and end this process; with ``stays``, wait until it is killed."""
         # The parent may kill this process once it has the result.
         flush_output()
         # Encoded before the descriptor is opened: an error after that would close the descriptor without a result.

@@ -89,10 +89,7 @@ def prepare_deepspeed(device_kind: str, ranks: int, *, offloads: bool) -> None:
 
 
 class Ranks:
-    """This process (``rank``) and the others that train together with it; by default it is alone, without a store.
-
-    They exchange small values through the store, never through the GPUs.
-    """
+    """This process and the others that train with it; they exchange small values through a store, not through GPUs."""
 
     def __init__(self, rank: int = 0, count: int = 1, store: Any = None) -> None:
         self.rank = rank

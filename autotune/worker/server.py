@@ -349,12 +349,13 @@ class Server:
         if not job.timed_out and time.monotonic() >= job.deadline:
             job.timed_out = True
             job.kill()
+        # The user's code may not fill the disk.
         if job.room is not None and (why := job.room.why_exceeded()) is not None:
             with contextlib.suppress(OSError), open(job.scratch.stop_file, "w", encoding="utf-8") as file:
                 json.dump(encode(Problem(why, "set TMPDIR to a folder of a larger disk")), file)
             job.kill()
         for rank in job.ranks:
-            if rank.reap():
+            if rank.reap():  # It may have written its result right before its end.
                 self._read_lines(job, rank)
         if not job.timed_out and job.blame():
             job.kill()
@@ -428,6 +429,7 @@ def _run_job(job: Job, rank: int, scratch: Scratch, result_fd: int, torch_thread
     import torch
 
     def send(said: Any) -> None:
+        """Write progress, a problem or a result to the server, as a line of JSON."""
         # By this time the server finds the rank that failed first.
         at = time.monotonic() if job.ranks > 1 else None
         field = {Progress: "progress", Problem: "problem"}.get(type(said), "result")

@@ -69,6 +69,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self._change = change
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Return the spec of this finder's module, with a loader that calls ``change``; ``None`` for other modules."""
         if name != self._name:
             return None
         # The finders behind this one; others may be in front of it by now.

@@ -155,10 +155,7 @@ def expected_seconds(steps: Sequence[Timed], tokens: Sequence[float]) -> float:
 
 
 class _Line:
-    """A fit of the seconds of ``steps`` over their tokens, evaluated at the mean step of ``run``.
-
-    The fit is flat where the tokens do not differ, or for two steps: then it is the mean of the steps.
-    """
+    """The seconds of ``steps`` as a line over their tokens (flat where these are equal), and its value for ``run``."""
 
     def __init__(self, steps: Sequence[Timed], run: PlannedRun) -> None:
         seconds = np.array([step.seconds for step in steps])
@@ -177,6 +174,7 @@ class _Line:
             self.error = own.error / own.mean
             self.mean = StepEstimate(own.mean, own.relative_half_width())
             return
+        # ``share`` is the variance of the mean over that of a single step.
         residuals, unknowns, share = seconds - mean, 1, 1 / count
         if count > 2 and differ:
             self._slope = max(0.0, float(np.polyfit(tokens, seconds, 1)[0]))

@@ -81,8 +81,9 @@ class CoreWait:
 
     def __init__(self) -> None:
         self._waited: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._before: tuple[Counter[str], float] | None = None
+        """Nanoseconds that each thread waited in the measured steps."""
+        self._measured_seconds = 0.0
+        self._before_step: tuple[Counter[str], float] | None = None
         self._others_before: float | None = None
         self._throttled_before: str | None = None
 
@@ -90,26 +91,26 @@ class CoreWait:
         """Read the scheduler's statistics before a measured step."""
         if self._others_before is None:
             self._others_before, self._throttled_before = _seconds_of_others(), _throttled()
-        self._before = _waited(), perf_counter()
+        self._before_step = _waited(), perf_counter()
 
     def add(self) -> None:
         """Add the waits during a measured step."""
-        if self._before is not None:
-            waited, began = self._before
-            self._waited += _waited() - waited
-            self._seconds += perf_counter() - began
+        if self._before_step is not None:
+            waited_before, began_at = self._before_step
+            self._waited += _waited() - waited_before
+            self._measured_seconds += perf_counter() - began_at
 
     def share(self) -> float | None:
         """Return the share of the measured time in which the longest waiting thread had no core.
 
-        It is limited to the CPU time of other process groups divided by the measured time. ``None`` where the kernel
-        does not provide it, and where a CPU limit of the container stopped this process.
+        It is limited to the share in which other process groups ran, which alone can take cores. ``None`` where the
+        kernel does not provide it, and where a CPU limit of the container stopped this process.
         """
-        after = _seconds_of_others()
-        if after is None or self._others_before is None or not self._seconds or _throttled() != self._throttled_before:
+        after, before, seconds = _seconds_of_others(), self._others_before, self._measured_seconds
+        if after is None or before is None or not seconds or _throttled() != self._throttled_before:
             return None
-        longest = max(self._waited.values(), default=0) / 1e9
-        return min(1.0, longest / self._seconds, max(0.0, after - self._others_before) / self._seconds)
+        longest_seconds = max(self._waited.values(), default=0) / 1e9
+        return min(1.0, longest_seconds / seconds, max(0.0, after - before) / seconds)
 
 
 def _waited() -> Counter[str]:

@@ -27,10 +27,7 @@ def most_free_steps(candidate: Candidate) -> int:
 
 
 class FreeSteps:
-    """The steps after the timed ones that do not wait for the device at their end.
-
-    Only a candidate with ``non_blocking``, whose host goes on while the GPU computes, has any.
-    """
+    """Steps after the timed ones that end without waiting for the device; only a ``non_blocking`` candidate has any."""
 
     def __init__(self, candidate: Candidate) -> None:
         self._most = most_free_steps(candidate)
@@ -50,6 +47,7 @@ class FreeSteps:
         """Plan free steps, if any, for about a second; the first is not timed, since it begins with an idle GPU."""
         steps = math.ceil(_SECONDS / (measured.steady_step_seconds or measured.step_seconds))
         self._wanted = min(self._most, max(_FEWEST, steps))
+        # Steps with new shapes do not count, but come to an end, too.
         self._left = min(self._most, _PATIENCE * self._wanted)
 
     def ends(self, mark: Any, tokens: float, *, counts: bool) -> None:

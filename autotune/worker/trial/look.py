@@ -61,10 +61,7 @@ def _directions(rows: int, columns: int, device: torch.device) -> tuple[torch.Te
 
 @torch.no_grad()
 def gradient_of(tensor: torch.Tensor, loss_scale: float = 1.0) -> Gradient:
-    """Return the norm and random projections of a gradient, which tell how far two gradients are apart.
-
-    The gradient is first divided by ``loss_scale``, with which a gradient scaler multiplied the loss.
-    """
+    """Return norm and random projections of a gradient, to compare it with another; ``loss_scale`` is divided out."""
     tensor = tensor.detach()
     flat = (tensor.to_dense() if tensor.layout is not torch.strided else tensor).float().reshape(-1) / loss_scale
     columns = min(_COLUMNS, max(1, flat.numel()))

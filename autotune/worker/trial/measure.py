@@ -74,10 +74,7 @@ def prefetched_steps(candidate: Candidate, effort: Effort) -> int:
 
 
 class Evaluations:
-    """Tells which steps contain an evaluation, by their calls of models without gradients, and how long that takes.
-
-    A step without an evaluation may make such calls, too, as of a teacher; with an evaluation there are more of them.
-    """
+    """Finds steps with an evaluation: they call models without gradients more often than others (say, of a teacher)."""
 
     def __init__(self) -> None:
         self._call_counts: list[int] = []
@@ -411,7 +408,7 @@ class StepTimer(StepListener):
         self.checks.step_is_dropped()
         self.start_clock()
         if self._free.is_under_way:
-            self._free.ends(None, 0.0, counts=False)
+            self._free.ends(None, 0.0, counts=False)  # Without a mark, the next step does not count either.
             self._finish_free()
 
     def _timed_step(self, ended_at: float, wait_seconds: float | None, real_tokens: int | None) -> Timed:
@@ -488,6 +485,7 @@ class StepTimer(StepListener):
         known = [step for step in self._timed if not step.new_shapes]
 
         def whole(step: Timed) -> Timed:
+            """Add the time of the missing micro-steps to a step."""
             micro_seconds = step.micro_seconds
             if step.new_shapes and known:
                 # Shapes are new once, not in each missing micro-step: take the time of a step with similar tokens.
@@ -565,8 +563,9 @@ class StepTimer(StepListener):
         known = [step.real_tokens for step in self._timed if step.real_tokens is not None]
         if len(known) < len(self._timed):
             return None
-        samples = self._candidate.samples_per_step * micro_steps_to_run(self._candidate, self._effort)
-        return statistics.fmean(known) / (samples / self._candidate.gradient_accumulation_steps)
+        micro_steps_run = micro_steps_to_run(self._candidate, self._effort)
+        samples_run = self._candidate.samples_per_step * micro_steps_run / self._candidate.gradient_accumulation_steps
+        return statistics.fmean(known) / samples_run
 
     def _largest_known(self, figure: Number | None) -> Number | None:
         """Return the largest figure of the ranks that know theirs; ``None`` where no rank does. All ranks call this."""

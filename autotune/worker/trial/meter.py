@@ -274,8 +274,9 @@ _VOCABULARY = 1024
 def context_bytes(uuid: str, *, convolves: bool) -> int:
     """Measure this process's device memory beyond its allocator's, in training.
 
-    The process trains first, since CUDA loads kernels and libraries allocate memory on first use: a context without
-    training is 130 to 150 MiB smaller than a trial's (H200, torch 2.11). Returns 0 where NVML gives no value.
+    The process trains first, with a convolution where the model ``convolves``, since CUDA loads kernels and libraries
+    allocate memory on first use: a context without training is 130 to 150 MiB smaller than a trial's (H200, torch
+    2.11). Returns 0 where NVML gives no value.
     """
     before = nvml.current_session().used_bytes(uuid)
     torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -356,11 +357,9 @@ class Profiler:
 def work_on_gpu(profile: Any) -> tuple[float | None, dict[str, float]]:
     """Return the GPU's busy seconds during ``profile``, ``None`` without work, and the seconds of work by kind.
 
-    Kernels that run at the same time are counted separately in the seconds by kind.
-
-    The raw events are read, since ``profile.events()`` builds a tree of Python objects, which takes many times as long.
-    They have no public name; the names used here are the same from torch 2.6 to 2.13. ``record_function`` spans only
-    name a part of the program and are no work of the GPU.
+    The seconds by kind count kernels that run at the same time separately. The raw events are read, since
+    ``profile.events()`` builds a tree of Python objects, which takes many times as long. They have no public name; the
+    names used here are the same from torch 2.6 to 2.13. Spans of ``record_function`` are no work of the GPU.
     """
     events = profile.profiler.kineto_results.events()
     on_gpu = [event for event in events if event.device_type().name == "CUDA" and not event.is_user_annotation()]
@@ -450,6 +449,7 @@ class BusyStep:
         return tuple(sorted(means.items(), key=lambda kind: -kind[1]))
 
     def _start(self) -> None:
+        """Start profiling, unless there is no profiler or it failed."""
         if self._profiler is not None and not self.is_broken:
             with self._broken_by_error():
                 self._profiler.start()

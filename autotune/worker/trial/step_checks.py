@@ -241,6 +241,7 @@ class FirstStepWatch(Listener):
                 f"{name} makes {self._passes} backward passes for a step of its optimizer, asked was {wanted}",
                 "have it accumulate as many batches as it is told",
             )
+        # A Trainer takes its precision from its arguments.
         if "precision" in self._training.source.interface.searched and self._training.source.framework != "trainer":
             model = self.checks.watch.model
             self.checks.precision = next(model.parameters()).device.type, arm.precision

@@ -233,13 +233,13 @@ class TrainingWatch:
 
     def take(self) -> StepCounts:
         """Return the counts since the last ``take``; waits for the device where masks or a scaler are read."""
-        seen = self._counts
-        seen.skipped_steps = sum(bool(found.item()) for found in self._found_inf)
-        reals = [call.real for call in seen.calls if call.real is not None]
-        tokens = [int(torch.count_nonzero(real)) if isinstance(real, torch.Tensor) else real for real in reals]
-        seen.tokens = sum(tokens) if tokens else None
+        counts = self._counts
+        counts.skipped_steps = sum(bool(found.item()) for found in self._found_inf)
+        known = [call.real for call in counts.calls if call.real is not None]
+        tokens = [int(torch.count_nonzero(real)) if isinstance(real, torch.Tensor) else real for real in known]
+        counts.tokens = sum(tokens) if tokens else None
         self.drop()
-        return seen
+        return counts
 
     def drop(self) -> int:
         """Forget the counts since the last step, without waiting for the device; return the number of memory errors."""
@@ -381,6 +381,7 @@ class TrainingWatch:
         """Wrap torch's backward pass, to count it and its out-of-memory errors, and updates made within it as one."""
 
         def watched(backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            """Run and count a backward pass; then report the update that an optimizer made within it."""
             if is_in_autograd():
                 # Reentrant checkpointing runs backward passes of its own within one.
                 return backward(*args, **kwargs)

@@ -144,6 +144,7 @@ class _Watch(TrainerCallback):  # type: ignore[misc]
         """Record peak memory and duration of the evaluation or the checkpoint that ends, under the name ``what``."""
         self._meter.synchronize()
         self.peaks[what] = self._meter.peaks()
+        # The first pause began when the device was last idle; the checkpoint comes after the evaluation.
         self.pause_seconds[what] = time.perf_counter() - self._began_at - sum(self.pause_seconds.values())
 
     def _begin_idle(self, step: int) -> None:
