@@ -108,10 +108,7 @@ class _Rank:
 
     @property
     def state(self) -> Any:
-        """The state in the result, as ``completed`` or ``out_of_memory``; ``None`` without a result.
-
-        A result that has a ``problem`` field is ``completed`` where that is ``None``, else ``failed``.
-        """
+        """The state in an outcome, as ``out_of_memory``; of another result ``completed``. ``None`` without a result."""
         if not isinstance(self.result, dict):
             return None
         # In a rehearsal, the other ranks may wait for a failed one.

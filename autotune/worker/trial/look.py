@@ -291,7 +291,7 @@ def _with_layers(workload: Workload, layers: int | None) -> Workload:
     return dataclasses.replace(workload, config=facts)
 
 
-def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
+def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer | Problem:
     """Return the records of each candidate's first step, or the problem that prevents one.
 
     Each candidate gets a new model with the same weights. With ``work.as_measured``, precision and dtypes are the
@@ -334,7 +334,8 @@ def look(workload: Workload, work: LookWork, output_dir: str) -> LookAnswer:
         # Pretrained weights have a fixed number of layers.
         may_shrink = isinstance(outcome, OutOfMemory) and not workload.weights
         layers = (getattr(build_config(workload), "num_hidden_layers", None) or 0) if may_shrink else 0
-        return LookAnswer(problem=outcome.message, fewer_layers=layers // _FEWER or None)
+        fewer = layers // _FEWER
+        return LookAnswer(fewer_layers=fewer) if fewer else Problem(outcome.message)
 
 
 def in_full_float32() -> None:

@@ -166,7 +166,7 @@ class _FirstStep:
             for number, model in enumerate(self._models.values())
         )
         if self._passes:
-            self._finish(step_of(named, self._loss, self._samples, self._passes, input_sum=self._batch))
+            self._finish(step_of(parameters, self._loss_sum, self._samples, self._passes, input_sum=self._input_sum))
 
 
 def run_own(
