@@ -44,10 +44,10 @@ DASHBOARD_PATHS = ("/dashboard", "/static/", "/api/", "/favicon")
 class Guard:
     """The service's outermost ASGI application: refuses requests, limits their bodies, and adds security headers."""
 
-    def __init__(self, app: FastAPI, names: Collection[str]) -> None:
+    def __init__(self, app: FastAPI, more_host_names: Collection[str]) -> None:
         self._app = app
         self.openapi = app.openapi
-        self._names = OWN_NAMES | {name.lower() for name in names}
+        self._host_names = OWN_NAMES | {name.lower() for name in more_host_names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it with a problem document."""
@@ -58,8 +58,8 @@ class Guard:
         problem = self._problem(scope, headers)
         if scope["path"].startswith("/v1/"):
             # The API takes only JSON; curl names a form as the content type unless told otherwise.
-            others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
-            scope["headers"] = [*others, (b"content-type", b"application/json")]
+            other_headers = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+            scope["headers"] = [*other_headers, (b"content-type", b"application/json")]
         if problem is not None:
             code, message, hint = problem
             document = problem_document(ServiceError(message, hint, status=code))[1]
@@ -95,13 +95,13 @@ class Guard:
     def _problem(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
         """Return status, problem and hint for a request to refuse; ``None`` for an allowed request."""
         host = headers.get("host", "")
-        if host_name(host) not in self._names:
+        if host_name(host) not in self._host_names:
             # Starlette's TrustedHostMiddleware would answer 400 in plain text, without what the operator can do.
             return 421, "this service does not answer to that host name", "the operator can allow it with --name"
         origin = headers.get("origin")
         is_foreign = origin is not None and urlsplit(origin).netloc.lower() != host.lower()
-        writes = scope["method"] not in _SAFE_METHODS
-        if is_foreign or (writes and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
+        is_write = scope["method"] not in _SAFE_METHODS
+        if is_foreign or (is_write and headers.get("sec-fetch-site") in ("cross-site", "same-site")):
             return 403, "requests from pages of other sites are refused", "use the service's own page, or the API"
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > 18:
@@ -130,15 +130,15 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
 
     A quarter of the open files is for them. A connection beyond that replaces the one that has waited longest.
     """
-    most = max(16, open_files // 4)
+    most_waiting = max(16, open_files // 4)
+    # Connections without a request, the oldest first, each with the timer that closes it.
     waiting: dict[Any, asyncio.TimerHandle] = {}
 
     class LimitedProtocol(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            if len(waiting) >= most:
-                longest = next(iter(waiting))
-                longest.give_up()
+            if len(waiting) >= most_waiting:
+                next(iter(waiting)).give_up()
             waiting[self] = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.give_up)
 
         def give_up(self) -> None:
@@ -165,19 +165,20 @@ def limited_protocol(open_files: int) -> type[H11Protocol]:
 
 
 class OncePerMinute(logging.Filter):
-    """Logs the failures of ``socket.accept()`` in asyncio at most once a minute; asyncio logs each of its tries."""
+    """Keeps one log record a minute of asyncio's failed ``socket.accept()``; asyncio logs each of its tries."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said_at = -_QUIET_SECONDS
+        self._logged_at = -_QUIET_SECONDS
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log a record."""
         if "socket.accept()" not in record.getMessage():
             return True
-        is_due = time.monotonic() - self._said_at >= _QUIET_SECONDS
+        is_due = time.monotonic() - self._logged_at >= _QUIET_SECONDS
         if is_due:
-            self._said_at = time.monotonic()
+            self._logged_at = time.monotonic()
+            # The traceback adds nothing to the message.
             record.exc_info = None
         return is_due
 
@@ -200,7 +201,7 @@ full."""
 
 @dataclass
 class Access:
-    """Who may use the service: those who have a token whose digest is in the database."""
+    """Decides who may use the service: the holders of a token whose digest is in the database."""
 
     searches: Searches
     _tokens: dict[str, TokenRecord] = field(default_factory=dict)
@@ -208,27 +209,30 @@ class Access:
     _read_at: float = -math.inf
     _is_refreshing: bool = False
     _guesses: dict[str, deque[float]] = field(default_factory=dict)
-    """When there were wrong tokens, by address."""
+    """The times of wrong tokens, by address."""
     _submissions: dict[str, deque[float]] = field(default_factory=dict)
+    """The times of submissions, by the token's id."""
 
     async def identify(self, request: Request, token: str | None = None) -> TokenRecord | None:
         """Return the record of a token, by default the request's own; ``None`` for an unknown one.
 
         Raises ``ServiceError`` for an address with too many wrong tokens.
         """
-        token, address = token_of(request) if token is None else token, request.client.host if request.client else ""
+        token = token_of(request) if token is None else token
+        address = request.client.host if request.client else ""
         if not token:
             return None
-        key = digest_of(token)
-        if self._is_recent and (believed := self._tokens.get(key)) is not None:
+        digest = digest_of(token)
+        if self._is_recent and (believed := self._tokens.get(digest)) is not None:
             return believed
         if len(self._guesses) > _MOST_ADDRESSES:
             self._guesses.clear()
         guesses = _within_a_minute(self._guesses, address)
+        # For a locked address the database is not read while the copy of the tokens is recent.
         is_locked = len(guesses) >= _MOST_GUESSES
         if not is_locked or not self._is_recent:
             await run_in_threadpool(self._read)
-        if (found := self._tokens.get(key)) is not None:
+        if (found := self._tokens.get(digest)) is not None:
             return found
         guesses.append(time.monotonic())
         if is_locked:
@@ -246,7 +250,7 @@ class Access:
                 self._is_refreshing = False
 
     def knows(self, token: TokenRecord) -> bool:
-        """Return whether the copy of the tokens has this token."""
+        """Return whether this token was among those read last."""
         return any(token.id == each.id for each in self._tokens.values())
 
     @property
@@ -256,11 +260,12 @@ class Access:
     def _read(self) -> None:
         """Read the tokens, and log added and removed ones."""
         known, tokens = self._tokens, self.searches.store.queue.tokens_by_digest()
-        has_read, self._read_at = self._read_at > -math.inf, time.monotonic()
-        changed = known.keys() ^ tokens.keys() if has_read else set()
-        for key in changed:
-            token, what = (known[key], "removed") if key in known else (tokens[key], "added")
-            log.info(f"token {what}", extra={"fields": {"name": token.name, "role": token.role}})
+        is_first, self._read_at = self._read_at == -math.inf, time.monotonic()
+        # At the first reading every token would be logged as added.
+        changed = set() if is_first else known.keys() ^ tokens.keys()
+        for digest in changed:
+            token, change = (known[digest], "removed") if digest in known else (tokens[digest], "added")
+            log.info(f"token {change}", extra={"fields": {"name": token.name, "role": token.role}})
         # Last, so that a stream that ends with its token ends after the log says so.
         self._tokens = tokens
 
@@ -276,9 +281,9 @@ class Access:
         recent.append(time.monotonic())
 
 
-def _within_a_minute(moments: dict[str, deque[float]], key: str) -> deque[float]:
-    """Return the times of a key's events in the last minute; the caller may append to them."""
-    recent = moments.setdefault(key, deque(maxlen=MOST_SUBMISSIONS))
+def _within_a_minute(times_by_key: dict[str, deque[float]], key: str) -> deque[float]:
+    """Return the times of a key's events in the last minute, as the stored list, to which the caller may append."""
+    recent = times_by_key.setdefault(key, deque(maxlen=MOST_SUBMISSIONS))
     while recent and time.monotonic() - recent[0] >= _MINUTE_SECONDS:
         recent.popleft()
     return recent
@@ -322,7 +327,7 @@ async def _writer(token: Annotated[TokenRecord, Depends(_reader)]) -> TokenRecor
 
 
 async def _counted_submitter(request: Request, token: Annotated[TokenRecord, Depends(_writer)]) -> TokenRecord:
-    """Return a token that may write, and count a submission of it."""
+    """Count a submission of the request's token, and return it. Raises ``ServiceError`` if it may not, or not now."""
     access_of(request).count_submission(token)
     return token
 

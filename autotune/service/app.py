@@ -33,7 +33,7 @@ _NO_JSON = ("the body is not JSON", "send a JSON object")
 
 
 def _on_error(request: Request, error: Exception) -> Response:
-    """Return the answer for an error of any kind: a page where a browser asks for one, else a problem document."""
+    """Return the response for an error of any kind: a page where a browser asks for one, else a problem document."""
     is_of_page = not request.url.path.startswith(("/v1/", "/parts/", "/assets/"))
     is_page = is_of_page and "text/html" in request.headers.get("accept", "")
     match error:
@@ -46,9 +46,7 @@ def _on_error(request: Request, error: Exception) -> Response:
             told = InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
             if first["type"] == "json_invalid":
                 told = InvalidRequestError(*_NO_JSON)
-            elif first["type"] == "missing" and not where:
-                told = InvalidRequestError("the body is empty", _NO_JSON[1])
-        # FastAPI says so of a body that is nested too deep.
+        # FastAPI raises this for a body that is nested too deep.
         case HTTPException(status_code=400):
             told = InvalidRequestError(*_NO_JSON)
         case HTTPException(status_code=404) if is_page:
@@ -71,6 +69,7 @@ def make_app(searches: Searches, names: Collection[str] = ()) -> Guard:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        """Start the queue with the HTTP server, and end it with the server."""
         searches.changes.attach()
         await run_in_threadpool(searches.runner.begin)
         yield
@@ -84,7 +83,7 @@ def make_app(searches: Searches, names: Collection[str] = ()) -> Guard:
         docs_url=None,
         redoc_url=None,
         openapi_url=None,
-        # Names of a generated client: searches_submit.
+        # A generated client names its functions after these ids, such as searches_submit.
         generate_unique_id_function=lambda route: "_".join([*map(str, route.tags), route.name]),
     )
     app.openapi = functools.cache(lambda: describe_api(app))  # type: ignore[method-assign]
@@ -108,7 +107,7 @@ class _Dashboard:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._made: Any = None
+        self._wsgi: Any = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the dashboard, which is made for the first one."""
@@ -116,7 +115,7 @@ class _Dashboard:
         if await access_of(request).identify(request) is None:
             await RedirectResponse("/", 303)(scope, receive, send)
             return
-        if self._made is None:
+        if self._wsgi is None:
             made: Any = await run_in_threadpool(lambda: app_over(DashboardStorage(self._store), way_back="/"))
-            self._made = WSGIMiddleware(made)
-        await self._made(scope, receive, send)
+            self._wsgi = WSGIMiddleware(made)
+        await self._wsgi(scope, receive, send)

@@ -9,10 +9,11 @@ import weakref
 from collections.abc import Callable
 
 ANY_CHANGE = "the queue changed"
+"""The key of the event that every change sets."""
 
 
 class ChangeEvents:
-    """Asyncio events by key: any thread may set those of a key, such as a job's id."""
+    """Asyncio events by key (a job's id, or ``ANY_CHANGE``), which may be set from any thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -20,7 +21,7 @@ class ChangeEvents:
         self._events: weakref.WeakValueDictionary[str, asyncio.Event] = weakref.WeakValueDictionary()
         self._guard = threading.Lock()
         self.count = 0
-        """Counts the changes: as long as it stays, so does what a page shows of the queue."""
+        """Number of changes so far. While it stays the same, a page rendered from the queue is up to date."""
 
     def attach(self) -> None:
         """Bind the events to the running event loop."""
@@ -41,14 +42,15 @@ class ChangeEvents:
         """Wake all waiting tasks, as at the end of the process."""
         self._after_change(lambda: self._set(*self._events))
 
-    def _after_change(self, tell: Callable[..., None], *keys: str) -> None:
-        """Count a change, and call ``tell`` in the event loop, the only thread that touches the events."""
+    def _after_change(self, wake: Callable[..., None], *keys: str) -> None:
+        """Count a change, and call ``wake(*keys)`` in the event loop, the only thread that touches the events."""
         with self._guard:
             self.count += 1
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(tell, *keys)
+            self._loop.call_soon_threadsafe(wake, *keys)
 
     def _set(self, *keys: str) -> None:
+        """Set the events of these keys, and forget them: the next change gets new ones."""
         for key in keys:
             event = self._events.pop(key, None)
             if event is not None:

@@ -38,7 +38,7 @@ def path_of(search: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StreamedEvent:
-    """Something that happened to a search; ``number`` is ``None`` for a ``status`` event, which is not kept."""
+    """An event of a search. ``number`` is ``None`` for a ``status`` event, which the service does not keep."""
 
     kind: str
     document: Document
@@ -46,7 +46,7 @@ class StreamedEvent:
 
 
 class _PinnedSocket(ssl.SSLSocket):
-    """A TLS connection to the holder of one certificate."""
+    """A TLS socket that accepts a server only with the certificate that its context has as ``pinned``."""
 
     def do_handshake(self, block: bool = False) -> None:
         """Do the TLS handshake. Raises ``ssl.SSLCertVerificationError`` for any certificate but the pinned one."""
@@ -56,10 +56,11 @@ class _PinnedSocket(ssl.SSLSocket):
 
 
 class _PinnedContext(ssl.SSLContext):
-    """Trusts one certificate, whoever signed it and whatever host it names."""
+    """A TLS context that trusts one certificate, whoever signed it and whatever host it names."""
 
     sslsocket_class = _PinnedSocket
     pinned: bytes
+    """The certificate, DER-encoded."""
 
 
 def _tls_context() -> ssl.SSLContext:
@@ -69,6 +70,7 @@ def _tls_context() -> ssl.SSLContext:
         return ssl.create_default_context()
     context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_verify_locations(cadata=pem)
+    # Trust it although it may be signed by an authority that is not trusted here.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False
     context.pinned = ssl.PEM_cert_to_DER_cert(pem)
@@ -76,7 +78,7 @@ def _tls_context() -> ssl.SSLContext:
 
 
 def _pinned_certificate() -> str | None:
-    """Return the service's certificate in the file that the environment variable names, the first of its chain."""
+    """Return the service's certificate (PEM), the first in the file that the variable names; ``None`` if unset."""
     path = os.environ.get(CERTIFICATE_VARIABLE)
     if not path:
         return None
@@ -84,6 +86,7 @@ def _pinned_certificate() -> str | None:
         found = _PEM.search(Path(path).read_text(encoding="latin-1"))
         if found is None:
             raise ValueError("there is no certificate in it")
+        # Raises ``ssl.SSLError``, an ``OSError``, where the text is no certificate.
         ssl.create_default_context(cadata=found[0])
     except (OSError, ValueError) as error:
         raise ServiceError(
@@ -94,13 +97,17 @@ def _pinned_certificate() -> str | None:
 
 
 class Client:
-    """A service at a URL. The token is in the URL's fragment (``#token=…``) or in AUTOTUNE_TOKEN."""
+    """A client of the service at a URL. Without ``token``, it is in the URL (``#token=…``) or in AUTOTUNE_TOKEN.
+
+    Raises ``ServiceError`` for an invalid URL, token or certificate file.
+    """
 
     def __init__(self, url: str, token: str | None = None) -> None:
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             if not re.fullmatch(r"[A-Za-z0-9._:%-]+", (parts.hostname or "").encode("idna").decode()):
                 raise ValueError(f"{parts.hostname!r} is not a host name")
+            # Raises ``ValueError`` for an invalid port.
             _ = parts.port
         except ValueError as error:
             raise ServiceError(
@@ -128,7 +135,7 @@ class Client:
             raise ServiceError(f"{url[:200]!r} is not the URL of a service: {error}", "correct --server") from error
 
     def _unreachable(self, error: Exception) -> ServiceError:
-        """Return the error for a service that cannot be reached, with the reason."""
+        """Return the error, of status 0, for a service that cannot be reached, with the reason among its causes."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, ssl.SSLCertVerificationError):
@@ -155,7 +162,7 @@ class Client:
         query: Mapping[str, Any] | None = None,
         timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> Any:
-        """Send a request and return its JSON or text, ``None`` for an empty response; raise a problem's error."""
+        """Send a request; return the response's JSON or text, ``None`` if it is empty. Raises the error it reports."""
         response = self._answer(method, path, json=body, params=query, timeout=timeout_seconds)
         kind = response.headers.get("content-type", "").partition(";")[0].strip()
         is_json = kind == "application/json" or kind.endswith("+json")
@@ -169,12 +176,12 @@ class Client:
             raise self._foreign_response(response.status_code) from error
 
     def fetch(self, path: str, query: Mapping[str, Any]) -> tuple[str, Mapping[str, str]]:
-        """Return a response as text, and its headers; raise the error of a problem document."""
+        """Send a GET request; return the response's text and headers. Raises errors as ``request`` does."""
         response = self._answer("GET", path, params=query)
         return response.text, response.headers
 
     def _answer(self, method: str, path: str, **options: Any) -> httpx2.Response:
-        """Send a request and return the response. Raises the error of a failed request."""
+        """Send a request and return the response. Raises the error that a status of 400 or above reports."""
         try:
             response = self._http.request(method, path, **options)
         except httpx2.HTTPError as error:
@@ -184,7 +191,7 @@ class Client:
         return response
 
     def _error(self, response: httpx2.Response) -> Exception:
-        """Return the error for a failed response, which may come from a proxy."""
+        """Return the error in a response's problem document; another for a response without one, as from a proxy."""
         try:
             problem = response.json()
         except ValueError:
@@ -192,6 +199,7 @@ class Client:
         return error_of(problem) if isinstance(problem, dict) else self._foreign_response(response.status_code)
 
     def _foreign_response(self, status: int) -> ServiceError:
+        """Return the error for a response that does not come from an autotune service."""
         return ServiceError(
             f"{self.url} answered {status}, which is not an answer of an autotune service",
             "correct --server",
@@ -199,7 +207,10 @@ class Client:
         )
 
     def events(self, search: str, after: int = 0) -> Iterator[StreamedEvent]:
-        """Yield the events of a search until its end, reconnecting where the connection is lost."""
+        """Yield the events of a search numbered above ``after``, until its end.
+
+        A lost connection is made again for a minute. Raises ``ServiceError`` after that, or if the service refuses.
+        """
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:
@@ -210,12 +221,13 @@ class Client:
                     if event.kind == "state" and event.document.get("state") in ("finished", "failed", "cancelled"):
                         return
             except ServiceError as error:
+                # Status 0: there was no HTTP response.
                 if error.status != 0 or time.monotonic() > deadline:
                     raise
             time.sleep(0.5)
 
     def _stream(self, search: str, after: int) -> Iterator[StreamedEvent]:
-        """Yield the events after number ``after`` until the connection ends. Raises ``ServiceError``."""
+        """Yield the events numbered above ``after`` until the connection ends. Raises ``ServiceError``."""
         headers = {"Last-Event-ID": str(after)}
         try:
             with self._http.sse(f"{path_of(search)}/events", headers=headers, timeout=_SILENCE_SECONDS) as source:
@@ -223,7 +235,7 @@ class Client:
                     source.response.read()
                     raise self._error(source.response)
                 for event in source:
-                    # A status event has no number of its own.
+                    # A status event has no id; SSE clients then report the id of the event before it.
                     number = int(event.id) if event.id and event.event != "status" else None
                     yield StreamedEvent(event.event, json.loads(event.data), number)
         except httpx2.HTTPError as error:

@@ -1,4 +1,4 @@
-"""Stream events to all listeners, with one query of the database for all of them."""
+"""Stream searches' events and changes of the queue to clients (server-sent events), with one query for all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger("autotune.service")
 
 
 class EventStream(StreamingResponse):
-    """The answer that carries server-sent events; FastAPI's own runs three tasks for each listener."""
+    """A response of server-sent events. FastAPI's own is not used, since it runs three tasks for each listener."""
 
     media_type = "text/event-stream"
 
@@ -49,10 +49,10 @@ class EventStream(StreamingResponse):
         super().__init__(messages, status_code, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
 
-def encoded(kind: str, document: Document, number: int | None = None) -> bytes:
-    """Return an event as bytes to send, with ``null`` in place of NaN and infinity."""
+def encoded(event_name: str, document: Document, event_id: int | None = None) -> bytes:
+    """Return a server-sent event as bytes, whose data is ``document`` as JSON, with ``null`` for NaN and infinity."""
     data = json.dumps(_null_for_nonfinite(document), allow_nan=False)
-    return format_sse_event(data_str=data, event=kind, id=str(number) if number is not None else None)
+    return format_sse_event(data_str=data, event=event_name, id=str(event_id) if event_id is not None else None)
 
 
 def _null_for_nonfinite(value: Any) -> Any:
@@ -65,7 +65,7 @@ def _null_for_nonfinite(value: Any) -> Any:
 
 
 class _Feed:
-    """The events of one search, read once for all listeners by a task that ends with the last of them."""
+    """The events of one search, which a task reads for all listeners until the search ends or the last one leaves."""
 
     def __init__(self, searches: Searches, access: Access, job_id: str) -> None:
         self._searches = searches
@@ -73,17 +73,19 @@ class _Feed:
         self._job_id = job_id
         self.is_over = False
         self.listeners = 0
-        # The event of number 1 first.
+        # As sent. Events are numbered from 1, so number n is at index n - 1.
         self._events: list[bytes] = []
         self._status: Document | None = None
+        # Set, and replaced, when there is something new to send.
         self._news = asyncio.Event()
-        self._task = asyncio.create_task(self._run())
+        self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
+        """Follow the search, then end the listeners' streams."""
         try:
             await self._follow()
         except Exception:
-            # Who listens connects again, and is told then what is wrong.
+            # A client whose stream ends early connects again, and its new request tells it what is wrong.
             log.exception("the event feed failed")
         finally:
             self.is_over = True
@@ -98,7 +100,9 @@ class _Feed:
                 data = {**event.document, "at": event.created_at.isoformat()}
                 self._events.append(encoded(event.kind, data, event.number))
             self._status = job.status
+            # Listeners whose token has been removed must leave.
             await self._access.refresh()
+            # The search may have more events than one query reads.
             if job.state in ENDED and len(self._events) >= job.events:
                 return
             self._tell()
@@ -114,18 +118,23 @@ class _Feed:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def messages(self, after: int, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield the events after this number and status changes, as long as the token is valid."""
-        status: Document | None = None
+    async def messages(self, last_number: int, token: TokenRecord) -> AsyncIterator[bytes]:
+        """Yield what one listener is to be sent, until the search ends or the listener's token is removed.
+
+        This is each event whose number is above ``last_number``, the status whenever it has changed, and a comment
+        after long silences.
+        """
+        sent_status: Document | None = None
         sent_at = time.monotonic()
         while self._access.knows(token):
-            # Read before the events: otherwise news that come in between would be missed.
+            # Taken before the events are read: news that come in between then end the wait below.
             news, is_over = self._news, self.is_over
-            message = b"".join(self._events[after:])
-            after = max(after, len(self._events))
-            if self._status is not None and self._status != status:
-                status = self._status
-                message += encoded("status", status)
+            message = b"".join(self._events[last_number:])
+            # A client may name a number that is still to come.
+            last_number = max(last_number, len(self._events))
+            if self._status is not None and self._status != sent_status:
+                sent_status = self._status
+                message += encoded("status", sent_status)
             if not message and time.monotonic() - sent_at >= _SILENCE_SECONDS:
                 message = _COMMENT
             if message:
@@ -135,13 +144,9 @@ class _Feed:
                 return
             await news.wait()
 
-    def end(self) -> None:
-        """End the task."""
-        self._task.cancel()
-
 
 class Feeds:
-    """The event streams of one application, and the feeds that they share, by the id of their job."""
+    """The event streams of one application. Streams of the same job share a ``_Feed``."""
 
     def __init__(self, searches: Searches, access: Access) -> None:
         self._searches = searches
@@ -167,19 +172,19 @@ class Feeds:
         finally:
             self._listeners_to_changes -= 1
 
-    async def events(self, job_id: str, token: TokenRecord, after: int = 0) -> AsyncIterator[bytes]:
-        """Yield the events of a job after a number, and its status changes, until its end."""
+    async def events(self, job_id: str, token: TokenRecord, last_number: int = 0) -> AsyncIterator[bytes]:
+        """Yield a job's events numbered above ``last_number``, and its status changes, until its end."""
         feed = self._followed.get(job_id)
         if feed is None or feed.is_over:
             feed = self._followed[job_id] = _Feed(self._searches, self._access, job_id)
         feed.listeners += 1
         try:
-            async for message in feed.messages(after, token):
+            async for message in feed.messages(last_number, token):
                 yield message
         finally:
             feed.listeners -= 1
             if feed.listeners == 0:
-                feed.end()
+                feed.task.cancel()
                 if self._followed.get(job_id) is feed:
                     del self._followed[job_id]
 

@@ -208,7 +208,7 @@ _PRIORITY: Document = {"type": "integer", "minimum": 0, "maximum": 10, "default"
 def describe_api(app: FastAPI) -> Document:
     """Return the OpenAPI description of an application.
 
-    Every route must have its responses in ``_ANSWERS``; raises ``KeyError`` otherwise.
+    Raises ``KeyError`` for a route whose responses are not in ``_ANSWERS``.
     """
     described = get_openapi(
         title="autotune", version=app.version, description="Searches for training configurations.", routes=app.routes
@@ -216,8 +216,8 @@ def describe_api(app: FastAPI) -> Document:
     kinds = list(dict.fromkeys(kind for answer in _ANSWERS.values() for media in answer.values()
                                for kind in media.values()))  # fmt: skip
     kinds += dict.fromkeys(_TYPED_LATER.values())
-    found, schemas = json_schemas([*kinds, ProblemDocument], "#/components/schemas/{name}")
-    schema_of = dict(zip(kinds, found, strict=False))
+    references, schemas = json_schemas([*kinds, ProblemDocument], "#/components/schemas/{name}")
+    schema_of = dict(zip(kinds, references, strict=False))
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             operation["responses"] = {
@@ -236,7 +236,7 @@ def describe_api(app: FastAPI) -> Document:
         properties[field] |= {"items": of_kind} if is_list else {"anyOf": [of_kind, {"type": "null"}]}
     described["components"] = {
         "schemas": schemas,
-        "responses": {"Problem": {"description": "A refusal.", "content": {MEDIA_TYPE: {"schema": found[-1]}}}},
+        "responses": {"Problem": {"description": "A refusal.", "content": {MEDIA_TYPE: {"schema": references[-1]}}}},
         "securitySchemes": {
             "token": {"type": "http", "scheme": "bearer", "description": "From autotune serve or autotune token add."}
         },
@@ -258,7 +258,7 @@ def _complete_arrays(schema: Any) -> None:
 
 
 def _refusals(method: str, path: str) -> list[int | str]:
-    """Return the status codes with which a request may be refused; ``default`` for those of any request."""
+    """Return the status codes with which a request may be refused; ``default`` stands for any other code."""
     codes: list[int | str] = [] if path in _NEEDS_NO_TOKEN else [401]
     codes += [403] if method != "get" else []
     codes += [404] if "{" in path else []
@@ -299,7 +299,7 @@ def _options_schema(names: Sequence[str]) -> Document:
 
 
 def _values(kind: Kind) -> Document:
-    """Return the schema of an option's values, with text where the command line's form is accepted."""
+    """Return the JSON schema of an option's values, with text where a form such as ``24GiB`` is accepted."""
     word: Document = {"type": "string"}
     if kind.choices:
         word["enum"] = list(kind.choices)

@@ -1,6 +1,7 @@
-"""Predict for a service in a process of its own, which may be ended: ``python -m autotune.service.predict_process FD``.
+"""Predict for a service in a separate process, which the service may kill.
 
-It reads the options as JSON from standard input, and writes a document or a problem to FD.
+``python -m autotune.service.predict_process FD`` reads the options as JSON from standard input, and writes a document
+or a problem as JSON to the file descriptor FD.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ _NICENESS = 10
 
 
 def predicted(command: str, options: dict[str, Any], storage: str) -> dict[str, Any]:
-    """Return the document of ``autotune predict --json`` or of ``autotune advise``."""
+    """Return the document of ``autotune predict --json``, or of ``autotune advise`` with its lines of text."""
     from autotune.tuning.advising import advised
     from autotune.tuning.predictions import predicted_document
 
     gpu = options.pop("gpu")
+    # ``None`` stands for --gpu-spec and --prices: files of the caller, which a service does not read.
     if command == "advise":
         counts, price, samples = (options.pop(name) for name in ("gpu_counts", "price", "samples"))
         return advised(gpu, counts, None, price, None, samples, storage, options, _COLUMNS)
@@ -34,13 +36,14 @@ def predicted(command: str, options: dict[str, Any], storage: str) -> dict[str, 
 
 
 def main() -> None:
-    """Read one question from standard input, and write its answer."""
+    """Answer the one request on standard input, with low priority and limited memory."""
     result_fd = int(sys.argv[1])
+    # Held by a child process as well, it would not be closed for its reader when this process ends.
     os.set_inheritable(result_fd, False)
     os.nice(_NICENESS)
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    most = _MOST_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MOST_BYTES)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    limit_bytes = _MOST_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MOST_BYTES)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, hard))
     work = json.load(sys.stdin)["work"]
     try:
         answer = predicted(work["command"], check_arguments(work["options"]), work["storage"])

@@ -40,21 +40,23 @@ MOST_SECONDS = 30.0
 
 @dataclass
 class Predictions:
-    """Answers to predictions, the latest of them kept. Each is made in a process of its own, one at a time.
+    """Answers requests for predictions, each in a separate process, one at a time, and keeps the latest answers.
 
-    The process is ended where it takes longer than ``most_seconds``, or the service ends.
+    The process is killed where it takes longer than ``most_seconds``, or the service ends.
     """
 
     storage: str
     data_folders: Sequence[Path] = ()
     most_seconds: float = MOST_SECONDS
     module: str = "autotune.service.predict_process"
+    """The module that is run as the process."""
     _running: OneShot | None = None
     _is_closing: bool = False
     _kept: OrderedDict[str, Document] = field(default_factory=OrderedDict)
     _turn: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a prediction is made."""
     _waiting: Counter[str] = field(default_factory=Counter)
-    """By token."""
+    """Number of requests without an answer yet, by the token's name."""
 
     def answer(self, document: Any, by: str, command: Command = "predict") -> Document:
         """Return the prediction that a client requests; ``by`` is its token's name.
@@ -73,6 +75,7 @@ class Predictions:
         self._waiting[by] += 1
         try:
             with self._turn:
+                # The same may have been predicted for another request meanwhile.
                 found = self._kept.get(key) or self.predict(command, given)
                 self._kept[key] = found
                 while len(self._kept) > _MOST_KEPT:
@@ -90,6 +93,7 @@ class Predictions:
         with OneShot(self.module, work, os.environ, Path(os.devnull)) as process:
             self._running = process
             try:
+                # ``close`` may have been called before there was a process to kill.
                 if self._is_closing:
                     process.kill()
                 answer = process.answer(dict[str, Any], self.most_seconds)

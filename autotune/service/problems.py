@@ -42,7 +42,7 @@ def problem_document(error: AutotuneError) -> tuple[int, Document]:
 
 
 def error_of(problem: Document) -> AutotuneError:
-    """Return the error of a problem document, so that a command ends as if the error were local."""
+    """Return the error that a problem document describes, so that a command fails as if the error were local."""
     message = str(problem.get("message") or problem.get("detail") or problem.get("title") or "no reason was given")
     hint, code = str(problem.get("hint") or ""), problem.get("exit_code")
     if code != ServiceError.exit_code and (known := errors.error_with_code(code, message, hint)) is not None:

@@ -1,10 +1,7 @@
-"""Read what a client asks for, checked as on the command line, and the list of scripts that it may name.
+"""Read and check clients' requests, and the operator's list of code that requests may name.
 
-The list is a TOML or JSON file on the machine that runs the code. A request carries the name alone: nothing else of
-what is run can come over HTTP.
-
-No code comes over HTTP: a Trainer or a script can be named only as the operator lists it, and a path only within the
-operator's folders.
+No code comes over HTTP. The list is a TOML or JSON file on the machine that runs the code, and a request has only a
+name from it. Paths in a request must be within the operator's folders.
 """
 
 from __future__ import annotations
@@ -34,9 +31,8 @@ from autotune.verify.throughput import check_steps
 
 _KINDS: tuple[CodeKind, ...] = ("trainer", "loop", "script")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-
-
 Listed = Mapping[str, Code]
+"""The code that requests may name, by name."""
 
 
 def read_listed_code(path: Path) -> dict[str, Code]:
@@ -84,7 +80,7 @@ def _entry(path: Path, name: str, entry: Any) -> Code:
 
 
 def _value(where: str, kind: CodeKind, value: Any, folder: Path) -> str | tuple[str, ...]:
-    """Return a value of the file with its paths made absolute."""
+    """Return what an entry trains with (``train.py:build``, or a script's words), with absolute paths."""
     if kind != "script":
         if not isinstance(value, str):
             raise InvalidRequestError(f"{where}: {kind} is not text", _EXAMPLE)
@@ -92,7 +88,7 @@ def _value(where: str, kind: CodeKind, value: Any, folder: Path) -> str | tuple[
     if not isinstance(value, list) or not value or not all(isinstance(word, str) for word in value):
         raise InvalidRequestError(f"{where}: script is not a list of words", _EXAMPLE)
     words = list(value)
-    # The first word that is a file is the script; those after it are its own.
+    # The first word that names a file is the script; the words after it are its arguments.
     place = next((n for n, word in enumerate(words) if word.endswith(".py") and (folder / word).is_file()), None)
     if place is not None:
         words[place] = str(folder / words[place])
@@ -131,13 +127,13 @@ _MOST_LETTERS = 255
 
 @dataclass(frozen=True)
 class Submission:
-    """A search or a verification that may be queued."""
+    """A checked request for a search or a verification."""
 
     options: Document
-    """The options that were given, JSON-ready; of a verification also the study, as ``VERIFIES``."""
+    """The given options, JSON-ready; of a verification also the study, under the key ``VERIFIES``."""
     priority: int
     needs: Needs = field(default_factory=Needs)
-    """What it needs of a machine; of a verification this follows from the study."""
+    """The devices that it needs; of a verification they follow from the study, and are set later."""
 
 
 def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed = MappingProxyType({})) -> Submission:
@@ -162,9 +158,10 @@ def read_submission(document: Any, data_folders: Sequence[Path], codes: Listed =
 def read_options(
     document: Any, names: Sequence[str], what: str, data_folders: Sequence[Path], besides: Sequence[str] = ()
 ) -> Document:
-    """Return the checked options in a request that names a training; options with ``null`` are left out.
+    """Return a request's checked options that are in ``names``; options with ``null`` are left out.
 
-    Raises ``InvalidRequestError`` for invalid values, and for fields that are neither in ``names`` nor in ``besides``.
+    Raises ``InvalidRequestError`` for invalid values, a request without model or code, and fields that are neither in
+    ``names`` nor in ``besides`` (fields that the caller reads). ``what`` names the command in messages.
     """
     if not isinstance(document, dict):
         raise InvalidRequestError("a request is a JSON object", 'send {"model": "bert-large-uncased"}')
@@ -211,6 +208,7 @@ def _check_sizes(options: Mapping[str, Any]) -> None:
         if is_list and len(value) > _MOST_VALUES:
             raise InvalidRequestError(f"{name} has {len(value)} values", f"give at most {_MOST_VALUES}")
         for each in value if is_list else (value,):
+            # A path may be longer than one file name.
             if isinstance(each, str) and max(map(len, each.split("/"))) > _MOST_LETTERS:
                 raise InvalidRequestError(f"{name} is {len(each)} letters long", f"give at most {_MOST_LETTERS}")
             if isinstance(each, str) and not each.isprintable():
@@ -220,6 +218,7 @@ def _check_sizes(options: Mapping[str, Any]) -> None:
 def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Needs:
     """Return a job's needs from the fields ``needs``, ``device`` (cpu, cuda or a part of a GPU's name) and ``gpus``."""
     asked = document or {}
+    # ``device`` is the form of the command line, ``needs`` that of the API: both may name a GPU.
     if not isinstance(asked, dict) or not {"gpu", "memory_bytes", "count"}.issuperset(asked):
         raise InvalidRequestError(
             "needs is not an object of gpu, memory_bytes and count", "leave it out: any device does"
@@ -245,7 +244,7 @@ def read_needs(document: Any, device: str | None, gpus: str | None = None) -> Ne
 
 
 def _rank_count(gpus: str, needs: Needs) -> int:
-    """Return the number of GPUs to train on. Over HTTP, ``gpus`` must be a number."""
+    """Return ``gpus`` as a number. Raises ``InvalidRequestError`` for lists of GPUs, and where ``needs`` is a CPU."""
     if needs.device_kind == "cpu":
         raise InvalidRequestError(
             f"--device cpu is one device, and --gpus {gpus[:40]} names others", "give one of the two"
@@ -266,7 +265,7 @@ def canonical(document: Document) -> str:
 def check_against(submission: Submission, devices: Sequence[Device], codes: Listed = MappingProxyType({})) -> None:
     """Raise an error where none of these devices can run the search, with the first device's reason.
 
-    Without devices, only what is wrong on any device is an error.
+    Without devices, raise an error only for what is wrong on any device.
     """
     count, name = submission.needs.count, submission.options.get("code")
     code = listed(name, codes) if name is not None else None
@@ -276,6 +275,7 @@ def check_against(submission: Submission, devices: Sequence[Device], codes: List
     problems: list[AutotuneError] = []
     for device in devices:
         try:
+            # As many devices of its kind as the search needs, which must differ in their ids.
             alike = [replace(device, uuid=f"{device.uuid}-{rank}" if rank else device.uuid) for rank in range(count)]
             check_request(search_request(submission.options, alike, code=code))
         except AutotuneError as error:
@@ -312,7 +312,7 @@ def read_verification(document: Any) -> Submission:
 
 
 def needs_of_study(environment: Document) -> Needs:
-    """Return the needs of a verification: devices for which the study's promise is valid."""
+    """Return the needs of a verification: devices like those on which the study was measured."""
     if environment["device_kind"] != "cuda":
         return Needs("cpu")
     ranks = environment.get("ranks", {}).get("world_size", 1)

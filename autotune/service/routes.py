@@ -38,20 +38,20 @@ _ESCAPED = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
 
 
 class Health:
-    """Looks whether the database answers, once for all who ask at the same time."""
+    """Checks whether the database answers, at most once a second however many clients ask."""
 
     def __init__(self, searches: Searches) -> None:
         self._searches = searches
-        self._look: asyncio.Task[int] | None = None
-        self._looked_at = 0.0
+        self._query: asyncio.Task[int] | None = None
+        self._queried_at = 0.0
 
     async def problem(self) -> str | None:
-        """Return a problem with the database, without details, for clients without a token; ``None`` without one."""
-        if self._look is None or (self._look.done() and time.monotonic() - self._looked_at >= _HEALTH_SECONDS):
-            self._looked_at = time.monotonic()
-            self._look = asyncio.create_task(asyncio.to_thread(self._searches.store.queue.count_queued))
-        await asyncio.wait({self._look}, timeout=_HEALTH_SECONDS)
-        if not self._look.done() or self._look.exception() is not None:
+        """Return the problem with the database; ``None`` if it answers. Without details, as no token is needed."""
+        if self._query is None or (self._query.done() and time.monotonic() - self._queried_at >= _HEALTH_SECONDS):
+            self._queried_at = time.monotonic()
+            self._query = asyncio.create_task(asyncio.to_thread(self._searches.store.queue.count_queued))
+        await asyncio.wait({self._query}, timeout=_HEALTH_SECONDS)
+        if not self._query.done() or self._query.exception() is not None:
             return "the database does not answer"
         path = self._searches.store.path
         if path is not None and shutil.disk_usage(path.parent).free < _LEAST_FREE_BYTES:
@@ -192,7 +192,7 @@ def report(
         return PlainTextResponse("\n".join(summary_lines(loaded)) + "\n")
     if form == "html":
         return Response(
-            html_page(loaded, None),
+            html_page(loaded),
             media_type="text/html",
             headers={"Content-Disposition": 'attachment; filename="report.html"'},
         )
@@ -275,13 +275,10 @@ def show_verification(verification: str, token: Reader, searches: Known) -> Docu
 
 
 def _describe(searches: Searches, job: JobRecord) -> Document:
-    """Return the JSON of a verification: its job, its result, and the lines of the command line."""
-    shown = searches.verification(job) or {}
-    return {
-        **searches.describe(job),
-        "verification": shown.get("verification"),
-        # As the command line prints it.
-        "lines": shown.get("lines"),
-        # Of a promise that was not kept, in the words of the command line.
-        "missed": shown.get("problem"),
-    }
+    """Return the JSON of a verification: its job; its result, once it has one, as JSON and as lines of text.
+
+    ``missed`` is the error of the command line where the training was slower than promised.
+    """
+    result = searches.verification(job) or {}
+    fields = {"verification": result.get("verification"), "lines": result.get("lines"), "missed": result.get("problem")}
+    return {**searches.describe(job), **fields}

@@ -1,7 +1,7 @@
-"""Start the jobs of the queue on free devices, and record what an engine says of them.
+"""Start the queue's jobs on free devices by an engine (child processes, or a Ray cluster), and record its messages.
 
-One thread starts jobs. Each that runs has a thread that takes its messages; the service alone writes the queue, and
-what an engine without access to the database has recorded.
+One thread starts jobs. Each running job has a thread that takes the messages of its run. Only the service writes the
+queue. For an engine without access to the database it also writes the studies.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class _Running:
 
     job: JobRecord
     run: Run | None = None
+    """The engine's handle; ``None`` until the engine has started it."""
     is_cancelled: bool = False
     thread: threading.Thread | None = None
 
@@ -67,7 +68,7 @@ class Runner:
     _guard: threading.Lock = field(default_factory=threading.Lock)
     _wake: threading.Event = field(default_factory=threading.Event)
     _is_settled: bool = False
-    """Whether each job that runs as far as the queue knows is one of ``_running``."""
+    """Whether every job that the queue has as running is in ``_running``."""
     _is_closing: bool = False
     _thread: threading.Thread | None = None
 
@@ -108,7 +109,7 @@ class Runner:
         self._thread.start()
 
     def _settle(self) -> None:
-        """Find the runs of jobs recorded as running; put jobs without a run back into the queue."""
+        """Follow the runs of jobs that the queue has as running, as after a restart; put jobs without a run back."""
         with self._guard:
             known = set(self._running)
         for job in self.store.queue.jobs(states=["running"], most=_MOST_AT_ONCE):
@@ -130,7 +131,7 @@ class Runner:
         if self._thread is not None:
             self._thread.join()
         if self.engine.shares_storage:
-            # Their ends are messages, which are taken then.
+            # Local runs end with their engine. Their threads then record the last message of each, its end.
             self.engine.close()
         with self._guard:
             every = list(self._running.values())
@@ -139,6 +140,7 @@ class Runner:
             if running.thread is not None:
                 running.thread.join(max(0.0, deadline - time.monotonic()))
         if not self.engine.shares_storage:
+            # Runs elsewhere go on. The threads have used this connection until now.
             self.engine.close()
 
     # Starting
@@ -154,6 +156,7 @@ class Runner:
             except Exception as error:
                 # The database may have recorded a start although its answer was lost.
                 self._is_settled = False
+                # A database that does not answer needs no traceback.
                 if isinstance(error, StorageError):
                     log.warning("no job can be started: %s", error)
                 else:
@@ -163,14 +166,12 @@ class Runner:
             self._wake.clear()
 
     def _start_next(self) -> bool:
-        """Start the next job that free devices can run; return whether there was one.
-
-        A waiting job on several devices reserves them: otherwise later jobs would delay it for ever.
-        """
+        """Start the next job that free devices can run; return whether there was one."""
         for host in self.engine.hosts():
             for offer, alike in offers_of(host):
                 free = [device for device in alike if self.job_on(host.name, device.uuid) is None]
                 job = self.store.queue.next_for(offer) if free else None
+                # Devices that are too few for the first job stay free for it: later jobs would delay it for ever.
                 if job is not None and job.needs.count <= len(free):
                     self._start(job, host, free[: job.needs.count])
                     return True
@@ -191,6 +192,7 @@ class Runner:
             if started is None:
                 with self._guard:
                     del self._running[job.id]
+        # It was cancelled or deleted meanwhile.
         if started is None:
             return
         running.job = started
@@ -205,7 +207,7 @@ class Runner:
             if isinstance(error, AutotuneError) and not isinstance(error, DeviceError | ServiceError | StorageError):
                 self._end(started, "failed", error.document())
                 return
-            # Also what nobody expects, as no room for a process: its device would else be taken for ever.
+            # Any other error, such as no memory for a process: without this, the devices would stay taken for ever.
             log.warning("a search cannot be started: %s", error, extra={"fields": _log_fields(started)})
             self._put_back(started, getattr(error, "message", str(error)), is_lost=True)
             return
@@ -214,7 +216,7 @@ class Runner:
         self._follow_in_thread(running)
 
     def _work(self, job: JobRecord, uuids: tuple[str, ...]) -> Work:
-        """Return the work to send to the engine for a job."""
+        """Return the work to send to the engine. Raises ``InvalidRequestError`` for code that is not listed any more."""
         verified = job.request.get(VERIFIES)
         study = str(verified) if verified is not None else job.study
         code = None
@@ -242,12 +244,12 @@ class Runner:
         """Record the messages of a job's run until its end."""
         job, run = running.job, running.run
         assert run is not None
-        goes_on = False
+        goes_on_elsewhere = False
         try:
             with contextlib.ExitStack() as stack:
                 if not self.engine.shares_storage:
                     self._hold(stack, job.study)
-                goes_on = not self._record_until_end(job, run)
+                goes_on_elsewhere = not self._record_until_end(job, run)
         except AttemptOverError:
             log.warning("what a former attempt said is left out", extra={"fields": _log_fields(job)})
         except StorageError as error:
@@ -257,7 +259,7 @@ class Runner:
             log.exception("following a search failed", extra={"fields": _log_fields(job)})
             self._is_settled = False
         finally:
-            if not goes_on:
+            if not goes_on_elsewhere:
                 run.close()
             with self._guard:
                 # A job that was put back may run again by now, with another ``_Running``.
@@ -268,7 +270,7 @@ class Runner:
             self._wake.set()
 
     def _hold(self, stack: contextlib.ExitStack, study: str) -> None:
-        """Hold the lease of a study that runs elsewhere but is recorded here, once it is free."""
+        """Hold the lease (the right to write the records) of a study that runs elsewhere, once it is free."""
         while not self._is_closing:
             try:
                 stack.enter_context(held(self.store, name_of_study(study), f"the study {study!r}"))
@@ -279,51 +281,51 @@ class Runner:
 
     def _record_until_end(self, job: JobRecord, run: Run) -> bool:
         """Record the messages of a run; return whether it ended before the service did."""
-        heard = job.heard
+        last_number = job.heard
         while True:
             try:
-                messages = run.messages(heard, _LISTEN_SECONDS)
+                messages = run.messages(last_number, _LISTEN_SECONDS)
             except AutotuneError as error:
-                messages = [Message(heard + 1, "end", {"state": "lost", "why": error.message})]
+                messages = [Message(last_number + 1, "end", {"state": "lost", "why": error.message})]
             if messages:
-                heard = messages[-1].number
+                last_number = messages[-1].number
                 if self._record_with_retries(job, messages):
                     return True
             if self._is_closing and not self.engine.shares_storage:
-                # It goes on without this service, which finds it again.
+                # It goes on without this service, which finds it again after its restart.
                 return False
 
     def _record_with_retries(self, job: JobRecord, messages: Sequence[Message]) -> bool:
         """Record messages, retrying until the database accepts them; return whether the run has ended.
 
-        Until then nothing is acknowledged, so nothing is lost. Messages that were written without a confirmation are
-        not written again. A refused record ends its search.
+        Until then the engine keeps the messages, so that none is lost. A refused record ends its search as failed.
         """
-        is_sure = True
+        may_be_recorded = False
         while True:
             try:
-                if not is_sure and (known := self.store.queue.job(job.id)) is not None:
+                # A transaction may have succeeded although its confirmation was lost: its messages are left out.
+                if may_be_recorded and (known := self.store.queue.job(job.id)) is not None:
                     messages = [each for each in messages if each.kind == "end" or each.number > known.heard]
                 return self._record(job, messages)
             except InvalidRequestError as error:
                 log.warning("a record is refused: %s", error, extra={"fields": _log_fields(job)})
                 messages = [Message(messages[-1].number, "end", {"state": "failed", "problem": error.document()})]
             except StorageError as error:
-                is_sure = False
+                may_be_recorded = True
                 log.warning("what a search says cannot be recorded now: %s", error)
                 if self._is_closing:
                     raise
                 time.sleep(_RETRY_SECONDS)
 
     def _record(self, job: JobRecord, messages: Sequence[Message]) -> bool:
-        """Write messages in one transaction; return whether the last of them is the end of the run."""
+        """Write a run's messages to the database, and logs to files; return whether the last one is the run's end."""
         events = [(each.kind, each.document) for each in messages if each.kind in EVENTS]
         statuses = [each.document for each in messages if each.kind == "status"]
-        # An end is taken again where this process is killed before it is recorded.
-        heard = [each.number for each in messages if each.kind != "end"]
-        changes: dict[str, Any] = {"heard": heard[-1]} if heard else {}
+        # An end does not count as heard: it comes again if this process is killed before the job's end is recorded.
+        numbers = [each.number for each in messages if each.kind != "end"]
+        changes: dict[str, Any] = {"heard": numbers[-1]} if numbers else {}
         changes |= {"status": statuses[-1]} if statuses else {}
-        if heard:
+        if numbers:
             with self.store.queue.writing(job.id, job.attempts, events, **changes) as connection:
                 for each in messages:
                     if each.kind == "record":
@@ -341,7 +343,7 @@ class Runner:
         return has_ended
 
     def _take_end(self, job: JobRecord, end: Document) -> None:
-        """Record the end of a run: the job has ended, or returns to the queue."""
+        """Record the end of a run: the job ends as finished or failed, or else returns to the queue."""
         if end["state"] in ("finished", "failed"):
             self._end(job, end["state"], end.get("problem"))
         else:
@@ -366,7 +368,7 @@ class Runner:
 
 @contextlib.contextmanager
 def held(store: Store, name: str, what: str) -> Iterator[None]:
-    """Hold a lease for the duration of the block. Raises ``StorageError`` where another process holds it."""
+    """Hold a lease during the block; ``what`` is its name in messages. Raises ``StorageError`` if another holds it."""
     token = new_id()
     if (holder := store.leases.take(name, this_owner(), token)) is not None:
         raise StorageError(f"{what} is held by {holder.describe()}", "wait for its end, or name another database")

@@ -1,4 +1,4 @@
-"""Queue and describe searches, and answer those that were answered before."""
+"""Queue, describe, cancel and delete searches; answer a request that was searched before with the earlier result."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _SECONDS_BETWEEN_FORGETTING = 3600.0
 
 @dataclass
 class Searches:
-    """The searches of one service."""
+    """The searches and verifications of one service, which are jobs of its queue."""
 
     store: Store
     storage: str
@@ -62,7 +62,7 @@ class Searches:
     changes: ChangeEvents = field(default_factory=ChangeEvents)
     data_folders: tuple[Path, ...] = ()
     codes: Listed = field(default_factory=dict)
-    """What may be searched by name."""
+    """The listed code, which requests may name."""
     is_closing: bool = False
     runner: Runner = field(init=False)
     predictions: Predictions = field(init=False)
@@ -76,7 +76,7 @@ class Searches:
         self.predictions = Predictions(self.storage, self.data_folders)
 
     def close(self) -> None:
-        """End the predictions and the local searches, and record the ends of these."""
+        """End the predictions and the local searches, and record that these have ended."""
         self.predictions.close()
         self.runner.close()
 
@@ -85,14 +85,14 @@ class Searches:
     def submit(self, document: Any, *, by: TokenRecord, idempotency_key: str | None = None) -> tuple[JobRecord, bool]:
         """Queue a search; return its job and whether it is new.
 
-        Without a key, the finished job of ``_earlier_answer`` is returned where there is one. With a known
-        ``idempotency_key`` its job is returned, in any state.
+        A finished job that answers the same request is returned in place of a new one. With an ``idempotency_key``, the
+        job that was submitted with this key is, in any state. Raises an error for a request that cannot be queued.
         """
         submission = read_submission(document, self.data_folders, self.codes)
         if idempotency_key is None:
             known = self._earlier_answer(submission)
         elif (known := self.store.queue.job_with_key(idempotency_key)) is not None:
-            # It was accepted before, whatever is full or missing by now.
+            # It was accepted before, so the checks below, as of the queue's length, are not made again.
             _check_same(known, submission, idempotency_key)
         if known is not None:
             return known, False
@@ -117,17 +117,18 @@ class Searches:
     def submit_verification(
         self, document: Any, *, by: str, idempotency_key: str | None = None
     ) -> tuple[JobRecord, bool]:
-        """Queue a verification of a study by a stock Trainer; return its job and whether it is new."""
+        """Queue a verification of a study's speed with a stock ``Trainer``; return its job and whether it is new."""
         submission = read_verification(document)
         study = submission.options[VERIFIES]
         report = load_report(self.store, study)
+        # Raises an error where the winner cannot be verified.
         verifiable_export(report)
         self._check_queue_length()
         submission = replace(submission, needs=needs_of_study(report.environment))
         return self._add(f"verify {study}", submission, by, idempotency_key)
 
     def _add(self, study: str, submission: Submission, by: str, key: str | None) -> tuple[JobRecord, bool]:
-        """Add a job to the queue; return it and whether it is new. A known ``key`` must be of the same request."""
+        """Add a job to the queue; return it and whether it is new. A known idempotency ``key`` returns its job."""
         options, priority = submission.options, submission.priority
         job, is_new = self.store.queue.submit(
             study, options, submission.needs, priority=priority, submitted_by=by, idempotency_key=key
@@ -135,7 +136,7 @@ class Searches:
         if not is_new:
             _check_same(job, submission, key)
             return job, False
-        # What was accepted is not lost, whatever happens.
+        # An accepted request must survive a power failure.
         self.store.sync()
         self.changes.notify(job.id)
         self.runner.wake()
@@ -191,7 +192,6 @@ class Searches:
         """Return a line for the result of each finished job, by id."""
         finished = [job for job in jobs if job.state == "finished"]
         new = [job for job in finished if job.id not in self._result_lines]
-        # One question for all.
         known = self.store.names_of({job.study for job in new}) if new else set()
         for job in new:
             line = None
@@ -200,7 +200,7 @@ class Searches:
             elif job.study in known:
                 line = self._line_of_study(job)
             if line is not None:
-                # What has none may have one later: a study that goes on.
+                # Only lines that exist are kept: a study without a result may go on, and have one later.
                 self._result_lines[job.id] = line
         return {job.id: self._result_lines.get(job.id, "no result") for job in finished}
 
@@ -232,7 +232,7 @@ class Searches:
         queued = [job for job in jobs if job.state == "queued"]
         hosts = self.engine.hosts() if queued else []
         ahead = self.store.queue.ahead_of(queued)
-        # A search that was started may wait for another program's, which holds its device or its study.
+        # A running search may wait, too: for another program that holds its device or its study.
         waits = {job.id: (job.status or {}).get("waits_for") for job in jobs}
         waits |= {job.id: waits_for(job, hosts, ahead[job.id]) for job in queued}
         return [self._describe(job, waits[job.id]) for job in jobs]
@@ -325,7 +325,7 @@ def check_may_change(token: TokenRecord, job: JobRecord) -> None:
 
 def _check_same(job: JobRecord, submission: Submission, key: str | None) -> None:
     """Raise ``InvalidRequestError`` where an idempotency key belongs to another request."""
-    # A study may go on elsewhere, and its verification then needs another device.
+    # A verification's needs follow from its study, which may have been continued on another device meanwhile.
     has_other_needs = job.needs != submission.needs and VERIFIES not in submission.options
     if canonical(job.request) != canonical(submission.options) or has_other_needs:
         raise InvalidRequestError(
@@ -339,7 +339,7 @@ def _note(message: str, **fields: object) -> None:
 
 
 def waits_for(job: JobRecord, hosts: Sequence[Host], ahead: int) -> str:
-    """Return why a queued job waits, in words: for a device, or for the jobs before it."""
+    """Return why a queued job waits, in words: no device meets its needs, or ``ahead`` jobs come before it."""
     if (missing := unmet(job.needs, hosts)) is not None:
         return missing
     return "it is the next in the queue" if ahead == 0 else f"{ahead} before it in the queue"

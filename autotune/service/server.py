@@ -100,14 +100,15 @@ def is_own_address(host: str) -> bool:
 
 
 def steady_clock() -> Callable[[], datetime]:
-    """Return a clock of the current time that ignores later changes of the system time."""
-    start, began = now(), time.monotonic()
-    return lambda: start + timedelta(seconds=time.monotonic() - began)
+    """Return a clock that ignores later changes of the system time, so that the times of jobs never go back."""
+    started_at, began = now(), time.monotonic()
+    return lambda: started_at + timedelta(seconds=time.monotonic() - began)
 
 
 def serve(settings: Settings, ready: Callable[[str, str | None], None]) -> None:
-    """Serve until SIGINT or SIGTERM; ``ready`` gets the address, and a new token, ``None`` where there are tokens.
+    """Serve until SIGINT or SIGTERM.
 
+    Once it listens, ``ready`` is called with its address and the first token; ``None`` if the database has tokens.
     Raises ``InvalidRequestError`` for impossible settings, and the ``StorageError`` of ``open_store``.
     """
     settings.check()
@@ -143,13 +144,13 @@ def serve(settings: Settings, ready: Callable[[str, str | None], None]) -> None:
             http=limited_protocol(open_files),
         )
         server = _Server(config)
-        # Where the database has tokens, they were shown once.
+        # Existing tokens cannot be shown: the database has only their digests.
         token = None if store.queue.tokens() else store.queue.add_token("operator", "admin")
         asyncio.run(_run(server, listener, searches, lambda: ready(settings.shown_url, token), settings.keep))
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, whose own handlers would end this process by the signal, before its searches are ended."""
+    """uvicorn's server without its signal handlers, which would end this process before its searches are ended."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -160,11 +161,11 @@ class _Server(uvicorn.Server):
 async def _run(
     server: _Server, listener: socket.socket, searches: Searches, ready: Callable[[], None], keep: timedelta | None
 ) -> None:
-    """Run the HTTP server until a signal, then end the searches and close."""
+    """Run the HTTP server until a signal, then end the searches and close. Call ``ready`` once it listens."""
     is_to_end = asyncio.Event()
 
     def end() -> None:
-        """End the server, and the event streams before it."""
+        """Tell the server and the event streams to end; the server waits for open streams."""
         server.should_exit = searches.is_closing = True
         searches.changes.notify_all()
 
@@ -181,12 +182,13 @@ async def _run(
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     forgetting = asyncio.create_task(searches.forget_hourly(keep)) if keep is not None else None
-    asked = asyncio.create_task(is_to_end.wait())
+    signalled = asyncio.create_task(is_to_end.wait())
     try:
         ready()
-        await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, signalled), return_when=asyncio.FIRST_COMPLETED)
     finally:
-        asked.cancel()
+        signalled.cancel()
+        # Before the event streams end, so that their listeners are told what becomes of the searches.
         await asyncio.to_thread(searches.close)
         end()
         await serving

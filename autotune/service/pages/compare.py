@@ -83,7 +83,7 @@ class Group:
 
 
 def _interval_row(each: Compared, number: int) -> IntervalRow:
-    """Return the chart's row of a search; ``number`` selects its colour."""
+    """Return a search's row in the chart: the interval of its speed; ``number`` selects its colour."""
     speed = each.best.speed
     low, high, unit = *speed.interval(), rate_unit(each.study.report.workload)
     value = f"{format_rate(speed.samples_per_second)}{format_next_run(speed.relative_half_width)}"
@@ -119,7 +119,7 @@ def compare(
 
 
 def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str], like: str) -> list[JobRecord]:
-    """Return the searches to compare, each study once; for ``like`` the newest searches."""
+    """Return the searches to compare, each study once: the named ones, and those of the same training as ``like``."""
     names = list(dict.fromkeys(filter(None, named)))
     if len(names) > _MOST_COMPARED:
         raise InvalidRequestError(f"{len(names)} searches are too many", f"name at most {_MOST_COMPARED}")
@@ -127,7 +127,7 @@ def _chosen(searches: Searches, known: Sequence[JobRecord], named: Sequence[str]
     if like:
         one = searches.job(like)
         jobs += [one, *(job for job in known if _training_key(job) == _training_key(one))]
-    # Jobs of one study, which went on in the later ones, have one result.
+    # A study that was continued has several jobs, but one result.
     by_study: dict[str, JobRecord] = {}
     for job in jobs:
         by_study.setdefault(job.study, job)
@@ -155,15 +155,15 @@ def _groups(compared: Sequence[Compared]) -> list[Group]:
     groups: dict[tuple[str, int | None, int], list[Compared]] = {}
     for each in compared:
         study = each.study.report.study
-        # A database has one id for each workload. With a free batch, the batch of the winner.
+        # Equal workloads have the same id. Without an effective batch, searches are grouped by their winners' batch.
         key = study.workload_id, study.request["effective_batch"], each.best.candidate.samples_per_step
         groups.setdefault(key, []).append(each)
     made = [
         Group(
             "; ".join(searched_lines(members[0].study.report)[:2])
-            + ("" if asked else f", best at {samples} samples a step"),
+            + ("" if effective_batch else f", best at {samples} samples a step"),
             tuple(sorted(members, key=lambda each: -each.best.speed.samples_per_second)),
         )
-        for (_, asked, samples), members in groups.items()
+        for (_, effective_batch, samples), members in groups.items()
     ]
     return sorted(made, key=lambda group: group.title)

@@ -1,4 +1,4 @@
-"""Describe the form that asks for a search: its fields, what a job has in them, and the request that they make."""
+"""Describe the form for a search: its fields, how a job fills them in, and how a filled-in form becomes a request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotune.service.requests import OPTION_NAMES
 from autotune.store.queue import JobRecord, Needs
 
 CHECKED = "on"
-"""What a form sends of a box that is checked: the option then has not its default."""
+"""What a form sends for a checked box, which stands for the opposite of the option's default."""
 
 
 def fields_of(job: JobRecord) -> dict[str, str]:
@@ -33,13 +33,13 @@ def fields_of(job: JobRecord) -> dict[str, str]:
 
 def _device(needs: Needs) -> str | None:
     """Return the form's device for a job's needs; ``None`` for any."""
-    # Of several GPUs without a name, their count says that they are no CPU.
+    # The field for the number of GPUs then says that they are GPUs.
     is_counted = needs.device_kind == "cuda" and needs.gpu is None and needs.count > 1
     return None if is_counted else needs.device_kind
 
 
 def _text(name: str, value: Any) -> str:
-    """Return an option's recorded value as on the command line; an empty string for its default."""
+    """Return an option's recorded value as text for its field; an empty string for no value or an unchecked box."""
     option = BY_NAME[name]
     if option.kind is FLAG:
         return "" if value == option.default else CHECKED
@@ -49,6 +49,7 @@ def _text(name: str, value: Any) -> str:
         return ",".join(map(str, value))
     if option.kind is BYTES and isinstance(value, int):
         in_gib = f"{value / GIB:g}GiB"
+        # Rounded, it might be another size.
         return in_gib if option.kind.read(in_gib) == value else f"{value}B"
     return f"{value:.15g}s" if option.kind is SECONDS else str(value)
 
@@ -84,12 +85,13 @@ def filled_in(fields: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def request_again(job: JobRecord, *, continues: bool) -> Document:
-    """Return the request to repeat a job's search: measured anew, or one that ``continues`` its study."""
+    """Return the request to repeat a job's search: in a new study, or if it ``continues``, in the job's own."""
     needs = {"gpu": job.needs.gpu, "memory_bytes": job.needs.memory_bytes, "count": job.needs.count}
     document = {**job.request, "needs": needs, "device": _device(job.needs), "priority": job.priority}
     if continues:
         return {**document, "study": job.study}
     document.pop("study", None)
+    # Without ``fresh``, the service would answer with the result of the finished job.
     return {**document, "fresh": True} if job.state == "finished" else document
 
 
@@ -102,7 +104,7 @@ class Field:
     example: str = ""
     help: str = ""
     list: str = ""
-    """The id of the list of what may be chosen."""
+    """Id of the HTML ``datalist`` with suggestions, if any."""
 
     @property
     def is_flag(self) -> bool:
@@ -144,14 +146,14 @@ class FieldError(InvalidRequestError):
 
 
 def more_fields(asked: Mapping[str, str], *, has_codes: bool) -> tuple[Field, ...]:
-    """Return the collapsed fields: the usual ones, and one for each other option in use."""
+    """Return the collapsed fields: the usual ones, and one for each other option that is filled in in ``asked``."""
     usual = [field for field in MORE_FIELDS if field.name != "code" or has_codes]
     others = [name for name in OPTION_NAMES if name not in _LABELS and asked.get(name)]
     return (*usual, *(Field(name, name.replace("_", " ").capitalize()) for name in others))
 
 
 def read_form(form: Mapping[str, Any]) -> Document:
-    """Return a form's fields as a request, parsed as on the command line. Raises ``FieldError``."""
+    """Return a form's fields as a request, parsed as on the command line. Raises ``FieldError`` for an invalid one."""
     found: Document = {}
     for name, text in filled_in({name: form.get(name) for name in (*OPTION_NAMES, "priority")}):
         option = BY_NAME[name]

@@ -1,4 +1,4 @@
-"""Render pages in the frame that all share, each part once for all who ask; sign a browser in."""
+"""Render pages in their common frame, and changing parts once for all visitors; sign a browser in."""
 
 from __future__ import annotations
 
@@ -68,56 +68,58 @@ async def form_fields(request: Request) -> dict[str, str]:
     return dict(parse_qsl(body, keep_blank_values=True))
 
 
-# What changes without a notification, such as a device whose process has ended, may be so old.
+# A part is rendered anew after so long: some changes, as of a device whose process has ended, are not notified.
 _OLD_SECONDS = 1.0
-# However many ask, and however often the queue changes, rendering takes at most this share of a core.
-_SHARE = 0.2
+# However many ask, and however often the queue changes, rendering a part takes at most this share of a core.
+_MOST_CPU_SHARE = 0.2
 _MOST_KEPT = 100
 
 
 @dataclass
 class _Part:
-    """A part as it was rendered last."""
+    """A part of a page, such as the queue, as it was rendered last."""
 
     html: Markup = field(default_factory=Markup)
-    count: int = -1
-    """The count of changes when rendering began."""
-    began: float = 0.0
+    change_count: int = -1
+    """``ChangeEvents.count`` when rendering began."""
+    began_at: float = 0.0
     cpu_seconds: float = 0.0
     """Processor time that rendering took."""
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while it is rendered."""
 
-    def is_current(self, count: int) -> bool:
-        """Return whether the part includes all changes up to this count and is recent."""
-        return self.count >= count and time.monotonic() - self.began < _OLD_SECONDS
+    def is_current(self, change_count: int) -> bool:
+        """Return whether the part shows the first ``change_count`` changes, and is not old."""
+        return self.change_count >= change_count and time.monotonic() - self.began_at < _OLD_SECONDS
 
 
 class Rendered:
-    """The parts of pages that were asked for lately."""
+    """Renders parts of pages, and keeps those that were asked for last."""
 
     def __init__(self, changes: ChangeEvents) -> None:
         self._changes = changes
         self._parts: dict[str, _Part] = {}
 
     async def get(self, key: str, render: Callable[[], Markup]) -> Markup:
-        """Return a part that includes every change before this call."""
-        asked = self._changes.count
+        """Return the part of this key, which shows every change before this call; call ``render`` only if needed."""
+        change_count = self._changes.count
         part = self._parts.setdefault(key, _Part())
-        if not part.is_current(asked):
+        if not part.is_current(change_count):
             async with part.turn:
-                # Another has rendered it while this one waited for the turn.
-                if not part.is_current(asked):
+                # Another request may have rendered it while this one waited for its turn.
+                if not part.is_current(change_count):
                     await self._render(part, render)
         if len(self._parts) > _MOST_KEPT:
             self._parts.pop(next(iter(self._parts)), None)
         return part.html
 
     async def _render(self, part: _Part, render: Callable[[], Markup]) -> None:
-        """Render a part, at most as often as its CPU time allows."""
-        pause = part.began + part.cpu_seconds / _SHARE - time.monotonic()
+        """Render a part, after a pause that keeps rendering within ``_MOST_CPU_SHARE``."""
+        pause = part.began_at + part.cpu_seconds / _MOST_CPU_SHARE - time.monotonic()
         if pause > 0:
             await asyncio.sleep(pause)
-        count, began = self._changes.count, time.monotonic()
+        # Read before rendering: a change meanwhile may not be in the part.
+        change_count, began_at = self._changes.count, time.monotonic()
 
         def timed() -> tuple[Markup, float]:
             cpu_began = time.thread_time()
@@ -125,7 +127,7 @@ class Rendered:
             return html, time.thread_time() - cpu_began
 
         html, cpu_seconds = await run_in_threadpool(timed)
-        part.html, part.count, part.began, part.cpu_seconds = html, count, began, cpu_seconds
+        part.html, part.change_count, part.began_at, part.cpu_seconds = html, change_count, began_at, cpu_seconds
 
 
 def rendered_of(request: Request) -> Rendered:
@@ -146,7 +148,7 @@ _ASSETS = {
 
 @router.get("/assets/{name}")
 def asset(name: str) -> Response:
-    """Return a file of the pages."""
+    """Return a style sheet, script or icon of the pages."""
     if name not in _ASSETS:
         raise ServiceError("there is no such file", "see the page", status=404)
     folder, kind = _ASSETS[name]
@@ -158,7 +160,7 @@ _COOKIE_SECONDS = 30 * 24 * 3600
 
 @router.post("/session")
 async def begin_session(request: Request) -> Response:
-    """Set the cookie of a valid token."""
+    """Sign a browser in: set the cookie for the valid token in the form."""
     token = (await form_fields(request)).get("token", "").strip()
     try:
         found = await access_of(request).identify(request, token)
@@ -174,7 +176,7 @@ async def begin_session(request: Request) -> Response:
 
 @router.post("/session/end")
 def end_session() -> Response:
-    """Remove the cookie."""
+    """Sign a browser out: remove the cookie."""
     answer = RedirectResponse("/", 303)
     answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
     return answer

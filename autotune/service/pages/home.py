@@ -25,7 +25,7 @@ from autotune.service.requests import VERIFIES
 from autotune.service.searches import Searches, describe_devices, waits_for
 from autotune.store.queue import ENDED, JobOrder, JobRecord, JobState, TokenRecord
 
-# Each that has ended is looked up when it is shown first, some milliseconds each.
+# The result of each ended search is looked up when it is first shown, which takes some milliseconds.
 _ON_A_PAGE = 50
 # What a request names as its training, in this order.
 _WHAT = ("model", "code", VERIFIES)
@@ -46,7 +46,7 @@ class Row:
 
     job: JobRecord
     told: str
-    """What it does, waits for, or came to."""
+    """Its running trial, the reason why it waits, or its result."""
 
     @property
     def model(self) -> str:
@@ -79,6 +79,7 @@ def rows_of(searches: Searches, jobs: Sequence[JobRecord]) -> list[Row]:
     ahead = searches.store.queue.ahead_of([job for job in jobs if job.state == "queued"])
 
     def told(job: JobRecord) -> str:
+        """Return ``Row.told`` for a job."""
         match job.state:
             case "queued":
                 return waits_for(job, hosts, ahead[job.id])
@@ -128,7 +129,7 @@ _MOST_RUNNING = 1000
 
 @router.get("/", include_in_schema=False)
 async def home(request: Request, visitor: Visitor, searches: Known) -> Response:
-    """Show the page."""
+    """Show the first page: form, queue, devices and ended searches."""
     parts = await _rendered_parts(request, searches)
     return await run_in_threadpool(_home_page, searches, visitor, request.query_params, parts)
 
@@ -183,8 +184,8 @@ async def _rendered_parts(request: Request, searches: Searches) -> Markup:
 def _home_page(
     searches: Searches, token: TokenRecord, asked: Mapping[str, str], parts: Markup, error: AutotuneError | None = None
 ) -> HTMLResponse:
-    """Return the first page, with the form filled in as ``asked`` and around the changing ``parts``."""
-    every = [device for host in searches.engine.hosts() for device in host.devices]
+    """Return the first page: the form, filled in with ``asked``, and the changing ``parts``, already rendered."""
+    devices = [device for host in searches.engine.hosts() for device in host.devices]
     more = more_fields(asked, has_codes=bool(searches.codes))
     return page(
         "home.html",
@@ -197,7 +198,7 @@ def _home_page(
         is_more_open=any(asked.get(field.name) for field in more),
         lists={
             "models": [entry.name for entry in catalog.entries()],
-            "gpus": sorted({"cpu" if device.kind == "cpu" else device.name for device in every}),
+            "gpus": sorted({"cpu" if device.kind == "cpu" else device.name for device in devices}),
             "codes": sorted(searches.codes),
         },
         parts=parts,

@@ -73,7 +73,7 @@ def verify(search: str, token: Submitter, searches: Known) -> Response:
 @router.get("/parts/searches/{search}")
 async def parts(request: Request, search: str, token: Reader, searches: Known) -> HTMLResponse:
     """Return the changing parts of the page."""
-    # Whoever may start searches sees buttons that others do not; the command names the host that was asked.
+    # The part depends on all of these: buttons on the token, and the shown command on the URL.
     url = str(request.base_url)
     key = f"{token.role} {token.name} {url} {search}"
     return HTMLResponse(
@@ -82,7 +82,7 @@ async def parts(request: Request, search: str, token: Reader, searches: Known) -
 
 
 def _asked(job: JobRecord, url: str) -> dict[str, object]:
-    """Return a job's request for its page: command, options, link to the filled-in form, and needs that neither has."""
+    """Return what is shown of a job's request: command, options, link to the filled-in form, needs that both lack."""
     fields = fields_of(job)
     told = {name: text for name, text in fields.items() if name not in ("model", "code", "study")}
     options = [on_command_line(name, text) for name, text in told.items()]
@@ -131,7 +131,7 @@ def _remaining_words(job: JobRecord, report: Report | None) -> str | None:
     if budget and job.attempts == 1 and job.started_at is not None and study.started_at >= job.started_at:
         told.append(f"no trial starts after {study.started_at + timedelta(seconds=budget):%Y-%m-%d %H:%M} UTC")
     elif budget:
-        # It goes on: what was spent before counts, and not the time in between.
+        # The study was continued: time spent before counts, the pause between does not, so that no end can be told.
         told.append(f"at least {format_seconds(study.seconds)} of at most {format_seconds(budget)} are spent")
     if told:
         return f"{'; '.join(told)}. It ends earlier where nothing that is left can be faster."
@@ -139,7 +139,7 @@ def _remaining_words(job: JobRecord, report: Report | None) -> str | None:
 
 
 def _trials_spent(report: Report) -> int:
-    """Return the number of trials charged to the budget, as in ``Plan.trials_spent``."""
+    """Return the number of trials charged to the budget: without reused ones, and disturbed ones that were repeated."""
     trials, repeats = [trial for trial in report.trials if not report.is_elsewhere(trial)], Repeats()
     for trial in trials:
         if trial.outcome is not None:
@@ -148,7 +148,7 @@ def _trials_spent(report: Report) -> int:
 
 
 def _with_best_so_far(report: Report) -> Report:
-    """Return the report of a running study with its leading trial as the best."""
+    """Return the report; that of a running study gets its leading trial as the best, if it has one."""
     if report.best is not None or report.study.state != "running":
         return report
     searched = {trial.candidate for trial in report.trials if trial.stage != "baseline"}
@@ -161,7 +161,7 @@ def _with_best_so_far(report: Report) -> Report:
 
 def latest_run(searches: Searches, study: str) -> JobRecord | None:
     """Return the latest verification of a study; ``None`` without any."""
-    # A search may bear the same name.
+    # A search may have such a name, too.
     named = searches.store.queue.jobs(study=f"verify {study}")
     return next((job for job in named if VERIFIES in job.request), None)
 
