@@ -1,4 +1,4 @@
-"""Run ``autotune doctor``: look at what searches need here, and tell what is wrong with its cure."""
+"""Run ``autotune doctor``: check what searches need on this machine, and print what is wrong and how to mend it."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def doctor(ctx: click.Context, /, storage: str, as_json: bool) -> None:
 
     "note" costs speed or a choice; "wrong" keeps searches from starting or spoils what they measure.
     """
-    is_reached: list[bool] = []
     # The look-up of a host name has no timeout, so it runs in a thread that need not end.
-    asking = threading.Thread(target=lambda: is_reached.append(_reaches_hub()), daemon=True)
-    asking.start()
-    until = time.monotonic() + _HUB_SECONDS
+    is_reached: list[bool] = []
+    hub_thread = threading.Thread(target=lambda: is_reached.append(_reaches_hub()), daemon=True)
+    hub_thread.start()
+    deadline = time.monotonic() + _HUB_SECONDS
     with ThreadPoolExecutor() as pool:
         torch, protection = pool.submit(_torch), pool.submit(_protection)
         python = Check("Python", "ok", f"{platform.python_version()} ({sys.executable})")
         checks = [python, *quick_checks(storage), *torch_checks(torch.result()), *_compilers(), _extras()]
         checks += [protection.result(), _database(storage)]
-    asking.join(max(0.0, until - time.monotonic()))
+    hub_thread.join(max(0.0, deadline - time.monotonic()))
     checks.append(_hub(is_reached=True in is_reached))
     wrong = [check for check in checks if check.state == "wrong"]
     if as_json:
@@ -77,7 +77,7 @@ def doctor(ctx: click.Context, /, storage: str, as_json: bool) -> None:
 
 
 def quick_checks(storage: str, uuids: Collection[str] | None = None) -> Iterator[Check]:
-    """Yield checks without a process or the network: the installation, the machine, the disk.
+    """Yield the checks that start no process and use no network: the installation, the machine, the disk.
 
     ``uuids`` selects the GPUs: ``None`` means all, an empty list none.
     """
@@ -98,7 +98,7 @@ def say_what_is_wrong(storage: str, uuids: Collection[str] | None) -> None:
 
 
 def torch_checks(said: dict[str, Any]) -> Iterator[Check]:
-    """Yield checks of torch on the GPUs that NVML lists; ``said`` is the output of torch's process."""
+    """Yield the check of torch on the GPUs that NVML lists; ``said`` is what ``_torch`` returned."""
     if "version" not in said:
         yield Check("torch", "wrong", said["error"], "install it again: pip install --force-reinstall torch")
         return
@@ -119,7 +119,7 @@ def torch_checks(said: dict[str, Any]) -> Iterator[Check]:
             cure = f"update the driver to {least} or newer, or install a torch for an older CUDA"
         yield Check("torch", "wrong", f"{found}: {said['error'] or 'it finds no GPU'}", cure)
     else:
-        # Checked only here, since torch tells no architectures where CUDA did not start.
+        # Only now: torch does not know its architectures where CUDA did not start.
         for gpu in gpus:
             if gpu.capability and not _is_built_for(gpu.capability, said["architectures"]):
                 number = ".".join(map(str, gpu.capability))
@@ -141,6 +141,7 @@ def _is_built_for(capability: tuple[int, int], architectures: list[str]) -> bool
         if not digits.isdecimal():
             continue
         major, minor = int(digits[:-1]), int(digits[-1])
+        # Code for one architecture alone, such as ``sm_90a``.
         if digits != number:
             if capability == (major, minor):
                 return True
@@ -150,7 +151,7 @@ def _is_built_for(capability: tuple[int, int], architectures: list[str]) -> bool
 
 
 def _torch() -> dict[str, Any]:
-    """Return facts about torch from a separate process; only ``error`` where that failed."""
+    """Return what ``autotune.worker.doctor`` prints of torch and CUDA; only an ``error`` where its process failed."""
     command = [sys.executable, "-P", "-m", "autotune.worker.doctor"]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_SECONDS, check=False)
@@ -174,7 +175,7 @@ def _installation() -> Iterator[Check]:
 
 
 def _compilers() -> Iterator[Check]:
-    """Yield checks of compilers for ``torch.compile``."""
+    """Yield the check whether this machine has the compilers that ``torch.compile`` needs."""
     try:
         require_compiler(list_devices()[0].kind, "torch.compile")
     except InvalidRequestError as error:
@@ -193,7 +194,7 @@ def _extras() -> Check:
 
 
 def _protection() -> Check:
-    """Return a check of the file protection in trials of the user's code."""
+    """Return a check whether trials of the user's own code can be kept from writing the user's files."""
     from autotune.execution.oneshot import find_protection
 
     found = find_protection()
@@ -204,7 +205,7 @@ def _protection() -> Check:
 
 
 def _hub(*, is_reached: bool) -> Check:
-    """Return a check whether models and data can be downloaded."""
+    """Return a check whether models and data can be downloaded; ``is_reached``: the hub accepted a connection."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -243,7 +244,7 @@ def _folder_of(storage: str) -> Path | None:
 
 
 def _database(storage: str) -> Check:
-    """Return a check whether the database of studies is usable, as one without tables is, without changing it."""
+    """Return a check whether the database of studies can be used, without changing it. A missing one is ok."""
     name = shown_location(storage)
     try:
         path = resolve_location(storage).path

@@ -23,7 +23,7 @@ from autotune.cli.output import as_printed, wrapped
 from autotune.core import errors
 from autotune.core.errors import AutotuneError
 
-# The first words of a training's command line, which are values of no option.
+# The first word of a training's command line; no value of an option looks so.
 _STARTS_SCRIPT = re.compile(r"(^|/)(python[\d.]*|torchrun|accelerate|deepspeed)$|\.py$")
 INTERRUPTED = 130
 """Exit code of a process that Ctrl-C ended, by convention: 128 + SIGINT."""
@@ -63,7 +63,7 @@ def exit_codes() -> dict[int, str]:
 
 
 class _LazyGroup(click.Group):
-    """A group that imports the module of a command when it is used."""
+    """The group of all commands, which imports the module of a command only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -90,7 +90,7 @@ class _LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # Whoever read the output has seen enough, as head does.
+            # The program that reads the output, such as head, has ended.
             _forget_output()
             return 0
 
@@ -192,26 +192,26 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
 
 
 def _no_such_option(error: click.ClickException) -> str | None:
-    """Return a message about an unknown option; ``None`` for another error."""
+    """Return a message on an unknown option, with the commands that have it; ``None`` for another error."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
         return None
     from autotune.core.options import OPTIONS
 
-    having = dict.fromkeys(
+    commands = dict.fromkeys(
         command
         for option in OPTIONS
         for command in option.commands
         if option.parameter == error.option_name and command in _COMMANDS
     )
-    if not having:
+    if not commands:
         return f"no such option {error.option_name}{_similar_options(error)}"
-    *most, last = having
-    others = f"{', '.join(most)} and {last} have" if most else f"{last} has"
-    return f"{error.ctx.command_path} has no option {error.option_name}; autotune {others} it"
+    *first, last = commands
+    have = f"{', '.join(first)} and {last} have" if first else f"{last} has"
+    return f"{error.ctx.command_path} has no option {error.option_name}; autotune {have} it"
 
 
 def _forgotten_dashes(error: click.ClickException, words: Sequence[str]) -> str | None:
-    """Return a message where ``--`` is missing before a script with options; ``None`` otherwise."""
+    """Return a hint where an unknown option belongs to a script and ``--`` is missing before it; else ``None``."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None or "--" in words:
         return None
     takes_script = any(isinstance(param, click.Argument) and param.nargs == -1 for param in error.ctx.command.params)
@@ -244,7 +244,7 @@ def _forget_interrupt() -> None:
 
 
 def _forget_output() -> None:
-    """Drop the buffered output of an unwritable stdout, which Python would otherwise write again at exit."""
+    """Redirect an unwritable stdout to nowhere: Python would otherwise try to write its buffer again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -82,13 +82,13 @@ def tools(storage: str) -> tuple[Callable[..., Awaitable[str]], ...]:
 
 
 async def _run(*args: str) -> str:
-    """Return the output of a command. Raises ``ToolError`` with its message where it fails and prints nothing."""
+    """Run an autotune command; return its stdout. Raises ``ToolError`` where it fails without any output."""
     from mcp.server.mcpserver.exceptions import ToolError
 
     pipe: Any = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        # stdin is that of the protocol.
         *(sys.executable, "-m", "autotune", *args),
+        # This process's stdin carries the protocol.
         stdin=asyncio.subprocess.DEVNULL,
         stdout=pipe,
         stderr=pipe,
@@ -96,6 +96,7 @@ async def _run(*args: str) -> str:
     try:
         printed, told = (text.decode(errors="replace") for text in await process.communicate())
     finally:
+        # The agent has cancelled the call.
         if process.returncode is None:
             process.terminate()
             try:

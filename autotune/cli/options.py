@@ -42,7 +42,7 @@ def _devices(_: click.Context) -> Iterable[tuple[str, str]]:
 
 
 def _studies(ctx: click.Context) -> Iterable[tuple[str, str]]:
-    """Return the studies of the named database; empty for a database that needs an upgrade."""
+    """Return name and model of the studies in the given database; nothing where it needs an upgrade."""
     from autotune.store.opening import current_revision, open_store
 
     storage = ctx.params["storage"]
@@ -57,12 +57,12 @@ def _levers(ctx: click.Context) -> Iterable[tuple[str, str]]:
     return ((name, BY_NAME[name].help) for name in names_of_levers(ctx.command.name or ""))
 
 
-def _completer(found: Callable[[click.Context], Iterable[tuple[str, str]]]) -> Completer:
-    """Return a click completer of names with descriptions."""
+def _completer(list_names: Callable[[click.Context], Iterable[tuple[str, str]]]) -> Completer:
+    """Return a click completer for the names, each with its description, that ``list_names`` returns."""
 
     def complete(ctx: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
         try:
-            return [CompletionItem(name, help=about) for name, about in found(ctx) if name.startswith(incomplete)]
+            return [CompletionItem(name, help=about) for name, about in list_names(ctx) if name.startswith(incomplete)]
         except AutotuneError:
             # A shell has no place for an error; the command itself will report it.
             return []
@@ -84,7 +84,7 @@ study_argument = click.argument("study", shell_complete=COMPLETERS["study"])
 
 
 class _Parsed(click.ParamType[Any]):
-    """A click type for a parsing function that raises ``ValueError`` or ``InvalidRequestError``."""
+    """A click type that parses text as an option's kind does, and turns that function's errors into click's."""
 
     def __init__(self, kind: Kind) -> None:
         self.name = kind.name
@@ -102,7 +102,7 @@ class _Parsed(click.ParamType[Any]):
 
 
 def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds this command's options of the table to a function."""
+    """Return a decorator that gives a function the click options that ``core/options.py`` has for this command."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(options_of(command)):
@@ -113,7 +113,7 @@ def table_options(command: str) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 class _LeverFlag(click.Option):
-    """The flag of a lever alone, which help shows as a value of ``--lever``."""
+    """The hidden flag of one lever (a setting to search), which help shows as a value of ``--lever``."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         option = BY_NAME[str(self.name)]
@@ -121,7 +121,7 @@ class _LeverFlag(click.Option):
 
 
 def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the click decorator for an option."""
+    """Return the click decorator for an option of the table, as this command has it."""
     if option.kind is SCRIPT:
         return click.argument(option.name, nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT ...]")
     names, kind = (option.own_flag, option.name), option.kind
@@ -177,15 +177,15 @@ class SectionedCommand(click.Command):
         )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the command line. ``--lever NAME=VALUE`` counts as the lever's own option."""
-        left = super().parse_args(ctx, args)
+        """Parse the command line. Each ``--lever NAME=VALUE`` becomes the lever's own option, as if given by itself."""
+        left_over = super().parse_args(ctx, args)
         for word in ctx.params.get("lever", ()):
             name, has_value, value = word.partition("=")
             found = checked_levers(options_given(ctx), {name: value if has_value else "on"}, self.name or "")
             ctx.params |= found
             for lever in found:
                 ctx.set_parameter_source(lever, ParameterSource.COMMANDLINE)
-        return left
+        return left_over
 
     @property
     def sections(self) -> dict[str, tuple[str, ...]]:
@@ -196,27 +196,28 @@ class SectionedCommand(click.Command):
         return {heading: tuple(o.name for o in shown if o.section == heading) for heading in headings}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        left = {str(param.name): param.get_help_record(ctx) for param in self.get_params(ctx)}
+        """Write the options under their headings: the usual ones, or with ``--help-all`` every one."""
+        others = {str(param.name): param.get_help_record(ctx) for param in self.get_params(ctx)}
         sections = self.sections
         for heading, names in sections.items():
-            shown = {name: record for name in names if (record := left.pop(name)) is not None}
+            shown = {name: record for name in names if (record := others.pop(name)) is not None}
             if not ctx.meta.get(_ALL):
                 # The short words of ``USUAL`` are for a search; some options mean something else in other commands.
                 is_search, usual = self.name == "search", [name for name in shown if name in USUAL]
                 shown = {name: (shown[name][0], USUAL[name]) if is_search else shown[name] for name in usual}
             records = list(shown.values())
             if heading == list(sections)[-1]:
-                # Those without a section, such as --help.
-                records += [record for record in left.values() if record is not None]
+                # Last, the options without a section, such as --help.
+                records += [record for record in others.values() if record is not None]
             if records:
                 with formatter.section(heading):
                     formatter.write_dl(records, col_max=28)
 
 
 def service_of(ctx: click.Context) -> str | None:
-    """Return the URL of the service to use; ``None`` for a local database."""
-    named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
-    return None if named else ctx.params["server"]
+    """Return the URL of the service to use; ``None`` without one, or if ``--storage`` names a local database."""
+    is_local = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
+    return None if is_local else ctx.params["server"]
 
 
 def options_given(ctx: click.Context) -> dict[str, Any]:

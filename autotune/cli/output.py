@@ -31,15 +31,15 @@ def write_text(path: Path, text: str) -> None:
     """Write a file atomically. Raises ``StorageError`` where that fails."""
     real = path.resolve()
     # A pipe or another special file is written to directly, not replaced.
-    part = real if real.exists() and not real.is_file() else real.with_name(f".{real.name}.part")
+    written = real if real.exists() and not real.is_file() else real.with_name(f".{real.name}.part")
     try:
-        part.write_text(text, encoding="utf-8")
-        if part != real:
-            part.replace(real)
+        written.write_text(text, encoding="utf-8")
+        if written != real:
+            written.replace(real)
     except OSError as error:
-        if part != real:
+        if written != real:
             with suppress(OSError):
-                part.unlink()
+                written.unlink()
         raise StorageError(f"{path} cannot be written: {error.strerror}", "name another file") from error
 
 
@@ -63,6 +63,7 @@ def wrapped(text: str, columns: int) -> str:
             lines.append(line)
             continue
         indent = " " * (len(line) - len(line.lstrip()) + 4)
+        # ``wrap`` does not break lines at a null character, which is a space again at the end.
         glued = _KEPT_TOGETHER.sub("\0", line)
         lines += wrap(glued, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")
@@ -81,10 +82,10 @@ def print_lines(lines: Iterable[str]) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print one document on stdout."""
+    """Print a document as indented JSON on stdout."""
     click.echo(json.dumps(document, indent=2))
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> None:
-    """Print a table with columns as wide as their widest cell; those of ``right`` are right-aligned."""
+    """Print a table with columns as wide as their widest cell; those titled as in ``right`` are right-aligned."""
     print_lines(table_lines(head, rows, right))

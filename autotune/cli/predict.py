@@ -56,15 +56,15 @@ def predict(
 
     gpus = [read_gpu_document(document) for document in predicted["gpus"]]
     unfit = [gpu.gpu for gpu in gpus if not any(arm.fitting for arm in gpu.arms)]
-    # What is not predicted may fit.
+    # A configuration without predicted batches may fit.
     may_fit = any(arm.fitting or not arm.batches for gpu in gpus for arm in gpu.arms)
-    fits = not unfit if fail_if_not_fit else may_fit
+    succeeds = not unfit if fail_if_not_fit else may_fit
     if as_json:
         print_json(predicted)
-        ctx.exit(0 if fits else NothingFitsError.exit_code)
+        ctx.exit(0 if succeeds else NothingFitsError.exit_code)
     print_lines(prediction_lines(gpus, all_batches=all_batches, anatomy=anatomy, columns=terminal_columns()))
     click.echo("\n".join(accuracy_lines(gpus, options.get("optim") or ())), err=True)
-    if not fits:
+    if not succeeds:
         raise NothingFitsError(
             f"no batch of {options['model']} is predicted to fit on {', '.join(dict.fromkeys(unfit))}",
             "give it more memory, or name a smaller model",

@@ -1,4 +1,4 @@
-"""Run a search on a service, with the view, result and exit codes of a local one (``autotune search --server``)."""
+"""Run commands on a service (``--server``) or a Ray cluster (``--executor``), shown as if they ran here."""
 
 from __future__ import annotations
 
@@ -55,14 +55,18 @@ def _refuse_with_server(given: Mapping[str, Any], *names: str) -> None:
 
 
 def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_json: bool) -> None:
-    """Continue a cancelled, failed or finished search on a service, with a new budget, and show it."""
+    """Continue a cancelled, failed or finished search on a service, with a new budget, and show it.
+
+    The recorded request is submitted again with the name of its study, which makes the service continue that.
+    """
     client = Client(server)
-    known = client.request("GET", path_of(study))
-    needs = {name: known["needs"][name] for name in ("gpu", "memory_bytes", "count") if known["needs"][name]}
-    asked = {**known["request"], "study": known["study"], "needs": needs}
+    search = client.request("GET", path_of(study))
+    needs = {name: search["needs"][name] for name in ("gpu", "memory_bytes", "count") if search["needs"][name]}
+    asked = {**search["request"], "study": search["study"], "needs": needs}
     asked |= {name: value for name, value in budget.items() if value is not None}
-    if known["needs"]["device_kind"] is not None and "gpu" not in needs:
-        asked["device"] = known["needs"]["device_kind"]
+    # A request has no field for the kind of device but ``device``; a GPU's name implies it.
+    if search["needs"]["device_kind"] is not None and "gpu" not in needs:
+        asked["device"] = search["needs"]["device_kind"]
     follow_to_the_end(client, client.request("POST", "/v1/searches", asked), as_json=as_json)
 
 
@@ -75,7 +79,10 @@ def print_report(client: Client, search: str, *, as_json: bool) -> None:
 
 
 def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
-    """Show a service's search from its beginning to its end, and print the result."""
+    """Show a service's search from its beginning to its end, and print the result.
+
+    Raises the search's error. Ctrl-C ends the command, not the search.
+    """
     name = shlex.quote(str(search["study"]))
     try:
         problem = _watch(client, search)
@@ -98,7 +105,7 @@ def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> Non
 def search_on_cluster(
     address: str, options: Mapping[str, Any], study: str | None, storage: str, *, wait: bool, resumes: bool
 ) -> tuple[StudyRecord, Report]:
-    """Run or resume a search on a Ray cluster, show it, and return the study and its report."""
+    """Run a search on the Ray cluster at ``address``, or resume the named study there; return study and report."""
     from autotune.engine.elsewhere import Asked, search_elsewhere
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -116,8 +123,9 @@ def search_on_cluster(
 def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Document:
     """Return a service's prediction or advice; ``given`` are the command-line options."""
     _refuse_with_server(given, "storage", "gpu_spec", "prices")
-    shown = ("as_json", "server", "all_batches", "anatomy", "fail_if_not_fit")
-    asked = {name: json_value(value) for name, value in given.items() if name not in shown}
+    # Options on what to print are applied here.
+    of_output = ("as_json", "server", "all_batches", "anatomy", "fail_if_not_fit")
+    asked = {name: json_value(value) for name, value in given.items() if name not in of_output}
     predicted: Document = Client(server).request("POST", path, asked, timeout_seconds=_PREDICT_SECONDS)
     return predicted
 
@@ -125,16 +133,15 @@ def predict_remotely(server: str, path: str, given: Mapping[str, Any]) -> Docume
 def verify_remotely(server: str, study: str, steps: int | None, *, as_json: bool) -> None:
     """Verify a study on its service, and print the result. Raises an error for a missed promise."""
     client = Client(server)
-    asked = client.request("POST", "/v1/verify", {"study": study} | ({"steps": steps} if steps else {}))
-    problem = _watch(client, asked)
+    job = client.request("POST", "/v1/verify", {"study": study} | ({"steps": steps} if steps else {}))
+    problem = _watch(client, job)
     if problem is not None:
         raise error_of(problem)
-    shown = client.request("GET", f"/v1/verify/{asked['id']}")
-    print_verification(shown, as_json=as_json)
+    print_verification(client.request("GET", f"/v1/verify/{job['id']}"), as_json=as_json)
 
 
 def print_verification(shown: Document, *, as_json: bool) -> None:
-    """Print a service's verification. Raises an error for a missed promise."""
+    """Print a service's verification. Raises an error for a missed promise, or a verification without a result."""
     if shown["verification"] is None:
         raise ServiceError(f"{shown['study']!r} ended without a result", "verify once more, see the service's log")
     if as_json:
@@ -146,7 +153,7 @@ def print_verification(shown: Document, *, as_json: bool) -> None:
 
 
 def _watch(client: Client, search: Document) -> Document | None:
-    """Show a service's search until its end; return its problem, if any. Raises ``ServiceError`` if cancelled."""
+    """Show a service's search until its end; return the problem of a failed one. Raises an error for a cancelled one."""
     with waiting("waiting for a device") as view:
         if search["state"] == "finished":
             view.print_line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")

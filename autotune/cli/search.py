@@ -125,7 +125,7 @@ def search_and_print(
     from autotune.tuning.run import run_search
 
     gpus = [each.uuid for each in (request.device, *request.others, *request.beside) if each.kind == "cuda"]
-    # Where the CPU was not named, it may have been taken for want of a GPU.
+    # A search on the CPU that was not asked for may be due to a fault of the GPUs: then all of them are checked.
     say_what_is_wrong(storage, gpus if gpus or ctx.params.get("device") == "cpu" else None)
     with open_view(View) as view:
         study, report = run_search(request, storage, view, wait=view.waits if wait else None)
@@ -135,8 +135,12 @@ def search_and_print(
 def print_searched(
     ctx: click.Context, study: StudyRecord, report: Report, storage: str, *, as_json: bool, verifies: bool = False
 ) -> None:
-    """Print the result of an ended search. Exit with 130 if interrupted; raise ``TooNoisyError`` if too noisy."""
+    """Print the result of an ended search, and verify it if asked to.
+
+    Exits with 130 if the search was interrupted. Raises ``TooNoisyError`` where noise hides which candidate is fastest.
+    """
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
+    # Commands that are suggested next need no --storage where it is not needed here.
     shown_storage = storage if is_named else None
     if verifies and study.state != "interrupted" and report.too_noisy is None:
         _print_verified(report, storage, as_json=as_json, shown_storage=shown_storage)
@@ -150,7 +154,7 @@ def print_searched(
 
 
 def _print_verified(report: Report, storage: str, *, as_json: bool, shown_storage: str | None) -> None:
-    """Verify the winner of a finished search, and print both. Raises an error for a missed promise."""
+    """Print a search's result, and a verification of it. Raises an error where a stock ``Trainer`` is slower."""
     from autotune.cli.verify import run_stock_trainer
     from autotune.core.schema import encode
     from autotune.results.json_document import report_document
@@ -197,7 +201,7 @@ def print_result(report: Report, *, as_json: bool, storage: str | None) -> None:
 
 
 def _larger_budget(report: Report) -> str:
-    """Return the option of a doubled budget, where the search spent its own."""
+    """Return the option for twice the budget where the search ended since its own was spent; else an empty string."""
     match report.study.stop_reason:
         case StopReason.TRIALS:
             return f" --trials {2 * len(report.trials)}"

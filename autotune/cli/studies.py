@@ -74,8 +74,9 @@ def report(ctx: click.Context, /, study: str, page: Path | None, storage: str, s
             print_lines(report_lines(loaded))
             return
         best = loaded.best
-        found = stored_prediction(loaded, best.candidate, store.answers) if best is not None else (None, None)
-    _write_page(page, html_page(loaded, *found))
+        # The predicted memory and step of the winner, where they are stored.
+        predicted = stored_prediction(loaded, best.candidate, store.answers) if best is not None else (None, None)
+    _write_page(page, html_page(loaded, *predicted))
 
 
 def _write_page(page: Path, text: str) -> None:

@@ -78,7 +78,11 @@ def verify(
 
 
 def _target(store: Store, study_or_file: str, study: str | None) -> Target:
-    """Return the winner of the named study as a target, or of the study that exported the named file."""
+    """Return what is to be trained: a study's winner, or an exported file with the winner that it was exported from.
+
+    ``study_or_file`` is a study's name or a file; ``study`` (``--study``) names the file's study, else it is looked up.
+    Raises ``InvalidRequestError`` where both name a study, and for a missing file.
+    """
     from autotune.results.report import load_report
     from autotune.verify.target import find_exported, placement_of, read_arguments, target_of
 
@@ -95,13 +99,13 @@ def _target(store: Store, study_or_file: str, study: str | None) -> Target:
     return target_of(report, placement_of(report), arguments)
 
 
-def run_stock_trainer(target: Target, asked: int | None, storage: str) -> Verification:
-    """Train with a stock ``Trainer``, showing the elapsed time."""
+def run_stock_trainer(target: Target, steps_asked: int | None, storage: str) -> Verification:
+    """Train a winner with a stock ``Trainer``, showing the elapsed time; return the comparison with its promise."""
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.throughput import steps_of, verify
 
-    steps = steps_of(target, asked)
+    steps = steps_of(target, steps_asked)
     name, seconds = target.report.study.name, format_seconds(steps * target.promised.step_seconds)
     log_path = log_folder(storage, name) / "verify.log"
     with waiting(f"training {steps} steps, which take {seconds} at the promised speed") as view:
@@ -114,7 +118,7 @@ def run_stock_trainer(target: Target, asked: int | None, storage: str) -> Verifi
 
 
 def compare_and_print(target: Target, storage: str, *, as_json: bool) -> None:
-    """Compare losses and print the result. Raises an error where the trainings differ."""
+    """Train one step of the winner and of the baseline, and print whether losses and gradients agree, or raise."""
     from autotune.cli.view import waiting
     from autotune.tuning.run import log_folder
     from autotune.verify.loss import check_can_compare, compare_losses

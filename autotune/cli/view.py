@@ -1,4 +1,4 @@
-"""Show what runs on stderr: of a search a line for each trial and, on a terminal, a status line with a clock."""
+"""Show on stderr what runs: lines, as for each trial of a search, and on a terminal a status line with a clock."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class ConsoleView:
 
     def __init__(self, console: Console, running: str = "") -> None:
         self._console = console
-        self._started = self._printed = time.monotonic()
+        self._started_at = self._printed_at = time.monotonic()
         self.shown: Document = {"running": running}
         """The status to show, with the keys of ``Narrator.status``."""
 
     def status(self) -> Document:
-        """Return the current status."""
+        """Return the status to show. ``View`` gets it from its ``Narrator`` instead."""
         return self.shown
 
     def status_line(self, columns: int | None = None) -> str:
-        """Return the seconds since the start and the status, without the best trial where it exceeds ``columns``."""
-        return status_line(self.status(), time.monotonic() - self._started, columns)
+        """Return the seconds since the start and the status, without the best trial if longer than ``columns``."""
+        return status_line(self.status(), time.monotonic() - self._started_at, columns)
 
     def now(self, running: str) -> None:
-        """Print and show what runs now."""
+        """Print a line on what runs now, and show it as the status."""
         self.shown = {"running": running}
         self.print_line(running)
 
     def print_line(self, text: str, style: str | None = None) -> None:
         """Print a line without control characters, wrapped on a terminal."""
-        self._printed = time.monotonic()
+        self._printed_at = time.monotonic()
         text = as_printed(text)
         if self._console.is_terminal:
             text = wrapped(text, self._console.width)
@@ -58,12 +58,13 @@ class ConsoleView:
         return Text(as_printed(self.status_line(columns)), no_wrap=True, overflow="ellipsis")
 
     def keep_saying(self, ended: threading.Event) -> None:
-        """Print the status after longer and longer quiet times, until the event is set."""
-        quiet = _QUIET_SECONDS
-        while not ended.wait(max(0.1, self._printed + quiet - time.monotonic())):
-            if time.monotonic() >= self._printed + quiet:
+        """Print the status after quiet times, each twice as long as the one before, until ``ended`` is set."""
+        quiet_seconds = _QUIET_SECONDS
+        while not ended.wait(max(0.1, self._printed_at + quiet_seconds - time.monotonic())):
+            # Another thread may have printed a line meanwhile.
+            if time.monotonic() >= self._printed_at + quiet_seconds:
                 self.print_line(f"  {self.status_line()}", "dim")
-                quiet *= 2
+                quiet_seconds *= 2
 
 
 class View(Narrator, ConsoleView):
@@ -78,10 +79,10 @@ V = TypeVar("V", bound=ConsoleView)
 
 
 @contextmanager
-def open_view(kind: Callable[[Console], V]) -> Iterator[V]:
-    """Open a view on stderr with a status line, or without a terminal with occasional status messages."""
+def open_view(make_view: Callable[[Console], V]) -> Iterator[V]:
+    """Make a view of stderr and keep it shown: a status line, or without a terminal occasional status messages."""
     console = Console(stderr=True)
-    view = kind(console)
+    view = make_view(console)
     if not console.is_terminal:
         ended = threading.Event()
         threading.Thread(target=view.keep_saying, args=[ended], daemon=True).start()
@@ -95,5 +96,5 @@ def open_view(kind: Callable[[Console], V]) -> Iterator[V]:
 
 
 def waiting(for_what: str) -> AbstractContextManager[ConsoleView]:
-    """Show the reason for a wait on stderr, with a clock."""
+    """Show on stderr what is waited for, with a clock, until the ``with`` block ends."""
     return open_view(lambda console: ConsoleView(console, for_what))

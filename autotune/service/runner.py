@@ -216,7 +216,7 @@ class Runner:
         self._follow_in_thread(running)
 
     def _work(self, job: JobRecord, uuids: tuple[str, ...]) -> Work:
-        """Return the work to send to the engine. Raises ``InvalidRequestError`` for code that is not listed any more."""
+        """Return the work to send to the engine. Raises ``InvalidRequestError`` for code that is no longer listed."""
         verified = job.request.get(VERIFIES)
         study = str(verified) if verified is not None else job.study
         code = None
