@@ -153,7 +153,7 @@ def print_verification(shown: Document, *, as_json: bool) -> None:
 
 
 def _watch(client: Client, search: Document) -> Document | None:
-    """Show a service's search until its end; return the problem of a failed one. Raises an error for a cancelled one."""
+    """Show a service's search until its end; return a failed one's problem. Raises an error for a cancelled one."""
     with waiting("waiting for a device") as view:
         if search["state"] == "finished":
             view.print_line(f"the service has answered this before, as {search['study']}; --fresh measures anew", "dim")

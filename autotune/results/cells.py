@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 # Least width, in columns, of a cell that is wrapped. A choice.
 _LEAST_WIDTH = 16
-# Relative standard deviation between the steps of a process from which it is worth a word. A choice.
+# From this relative standard deviation between the steps of a process on, the table mentions it. A choice.
 _UNEVEN = 0.1
 
 
 def batch_cell(of: Candidate | BatchDocument) -> str:
-    """Return per-device batch × accumulation of a candidate or a prediction: ``32 × 2``."""
+    """Return the per-device batch and the accumulation of a candidate or a prediction: ``32 × 2``."""
     return f"{of.per_device_train_batch_size} × {of.gradient_accumulation_steps}"
 
 
@@ -40,9 +40,9 @@ def speed_cell(outcome: Outcome | None) -> str:
 
 
 def verdict_cell(verdict: str, outcome: Outcome | None, speed: Speed | None) -> str:
-    """Return a verdict, with the candidate's mean speed where several processes were measured.
+    """Return a trial's verdict, and its candidate's mean ``speed`` where several processes measured that.
 
-    Large differences between the steps of one process are mentioned, too.
+    Large differences between the steps of the trial are mentioned, too.
     """
     words = [verdict] if verdict else []
     if speed is not None and speed.processes > 1:
@@ -70,7 +70,7 @@ def took_cell(trial: TrialRecord) -> str:
 
 
 def table_lines(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Return a table as lines, with columns as wide as their widest cell and those of ``right`` right-aligned.
+    """Return a table as lines, with columns as wide as their widest cell; those titled as in ``right`` right-aligned.
 
     ``rich.table`` would fold cells to 80 columns where stdout is no terminal, and takes 33 ms to import.
     """
@@ -88,31 +88,32 @@ def narrow_table_lines(
     head: Sequence[str],
     rows: Sequence[Sequence[str]],
     columns: int | None,
-    spare: Sequence[str],
-    folds: int = 0,
+    dispensable: Sequence[str],
+    wrapped_column: int = 0,
     right: Collection[str] = (),
 ) -> list[str]:
-    """Return ``table_lines``, if possible at most ``columns`` wide.
+    """Return ``table_lines``, at most ``columns`` wide if possible, at any width for ``None``.
 
-    In a wider table, the columns named in ``spare`` are left out, one after the other. Then the cells of column
-    ``folds`` are wrapped.
+    In a wider table, the columns titled as in ``dispensable`` are left out, one after the other. Then the cells of
+    column number ``wrapped_column`` are wrapped.
     """
     lines = table_lines(head, rows, right)
     if columns is None:
         return lines
-    for title in spare:
+    for title in dispensable:
         if max(map(len, lines)) > columns and title in head:
             place = list(head).index(title)
             head = [*head[:place], *head[place + 1 :]]
             rows = [[*row[:place], *row[place + 1 :]] for row in rows]
             lines = table_lines(head, rows, right)
     excess = max(map(len, lines)) - columns
-    width = max(len(row[folds]) for row in (head, *rows)) - excess
+    # The other columns stay as they are, so this one must give up the whole excess.
+    width = max(len(row[wrapped_column]) for row in (head, *rows)) - excess
     if excess <= 0 or width < _LEAST_WIDTH:
         return lines
-    folded: list[Sequence[str]] = []
+    wrapped_rows: list[Sequence[str]] = []
     for row in rows:
-        first, *others = wrap(row[folds], width, subsequent_indent="  ", break_long_words=False) or [""]
-        folded.append([*row[:folds], first, *row[folds + 1 :]])
-        folded += [["" if place != folds else words for place in range(len(row))] for words in others]
-    return table_lines(head, folded, right)
+        first, *others = wrap(row[wrapped_column], width, subsequent_indent="  ", break_long_words=False) or [""]
+        wrapped_rows.append([*row[:wrapped_column], first, *row[wrapped_column + 1 :]])
+        wrapped_rows += [["" if place != wrapped_column else words for place in range(len(row))] for words in others]
+    return table_lines(head, wrapped_rows, right)

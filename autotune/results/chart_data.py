@@ -1,4 +1,4 @@
-"""Collect the points of a study's charts, for the HTML page and for matplotlib, and plot them with that."""
+"""Compute the points of a study's charts, for the HTML page and for matplotlib, and plot them with matplotlib."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autotune.results.wording import rate_unit, verdict
 from autotune.space.features import how_to_add
 
 Mark = Literal["best", "baseline", "expert"]
+"""Why a point is emphasized in a chart."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,19 @@ class SpeedPoint:
     """The peak that is compared with the ceiling: reserved memory, or allocated memory with expandable segments."""
     samples_per_second: float
     relative_spread: float | None
-    """Half the 95 % interval of the speed of its candidate's next run, relative to it."""
+    """Half the 95 % interval of the speed of its candidate's next run, as a share of that speed."""
     feasible: bool
     mark: Mark | None
     told: str
-    """The point in words."""
+    """The point in words, for its tooltip."""
 
 
 @dataclass(frozen=True)
 class OverPoint:
-    """A candidate that ran out of device memory. It has no speed."""
+    """A candidate that ran out of device memory, which has no speed."""
 
     arm: int
+    """Index of its arm in ``SpeedChart.arms``."""
     candidate: Candidate
     told: str
 
@@ -52,6 +54,7 @@ class SpeedChart:
     """The chart of speed against memory, with a point for each trial."""
 
     arms: tuple[Arm, ...]
+    """The configurations without their batches, each with a colour and a marker."""
     points: tuple[SpeedPoint, ...]
     over: tuple[OverPoint, ...]
     cap_bytes: int
@@ -81,7 +84,7 @@ class SpeedChart:
         return f"{cap}, {format_bytes(self.line_bytes)} with headroom"
 
     def limited(self, most: int) -> SpeedChart:
-        """Return the chart with about ``most`` marks: the fastest trials, and the smallest batches that ran out."""
+        """Return the chart with about ``most`` points: marked ones, the fastest, and the smallest that ran out."""
         fastest = sorted(self.points, key=lambda point: (point.mark is None, -point.samples_per_second))
         smallest = sorted(self.over, key=lambda over: over.candidate.per_device_train_batch_size)
         return replace(self, points=tuple(fastest[:most]), over=tuple(smallest[: most // 10]))
@@ -94,7 +97,7 @@ class StepRow:
     candidate: Candidate
     arm: int
     samples: int
-    """Number of samples that the time is for: those of an optimizer step, or 1."""
+    """Number of samples that the time is for: those of an optimizer step, or 1 where steps differ in size."""
     speed: Speed
     mark: Mark | None
 
@@ -125,17 +128,18 @@ def _arms(report: Report) -> tuple[Arm, ...]:
 
 
 def _marks(report: Report) -> dict[str | None, Mark]:
-    """Return the mark of each marked trial by its id: ``best``, else ``baseline``, else ``expert``."""
+    """Return the mark of each marked trial, by its id: ``best``, else ``baseline``, else ``expert``."""
     marks: dict[str | None, Mark] = {}
     expert, best = expert_of(report), report.best
     if expert is not None and expert.is_measured and (best is None or best.candidate != expert.candidate):
         last = [trial.id for trial in report.trials if trial.candidate == expert.candidate and measurement(trial)][-1:]
         marks |= dict.fromkeys(last, "expert")
+    # In this order, since a trial can be several of them, and the last one counts.
     return {**marks, report.study.baseline_trial_id: "baseline", report.study.best_trial_id: "best"}
 
 
 def speed_chart(report: Report) -> SpeedChart:
-    """Return the chart of completed trials, and of candidates that ran out of memory."""
+    """Return the chart of speed against memory: completed trials, and candidates that ran out of device memory."""
     arms, marks, unit = _arms(report), _marks(report), rate_unit(report.workload)
     points, over = [], {}
     for trial in report.trials:
@@ -160,7 +164,7 @@ def speed_chart(report: Report) -> SpeedChart:
 def step_rows(report: Report) -> list[StepRow]:
     """Return the pooled step times of every candidate that fits, and of marked trials that completed, fastest first.
 
-    With a free effective batch steps differ in size, so times are those of a sample.
+    Without a given effective batch, steps differ in size, so times are those of a sample.
     """
     arms, marks = _arms(report), _marks(report)
     per_sample = report.study.request["effective_batch"] is None

@@ -44,16 +44,17 @@ _IDLE_SECONDS = 30
 
 
 class DashboardStorage(BaseStorage):
-    """A read-only Optuna storage over a store, read anew at each request. Its best trial is autotune's winner."""
+    """A read-only Optuna storage over autotune's database, read anew for each request. Its best trial is the winner."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._latest_trials: dict[int, list[FrozenTrial]] = {}
+        """The trials as they were shown last, by their study's number."""
         self._names: dict[int, str] = {}
-        """By number, the names of the studies that were seen."""
+        """The names of the studies, by number."""
 
     def get_all_studies(self) -> list[FrozenStudy]:
-        """Return every study, with the name of its objective."""
+        """Return every study, as Optuna's ``FrozenStudy``."""
         studies = [each.study for each in self._store.studies()]
         self._names = {_number_of(study.id): study.name for study in studies}
         return [frozen_study(_number_of(study.id), study) for study in studies]
@@ -105,7 +106,7 @@ class DashboardStorage(BaseStorage):
         return [trial for trial in trials if states is None or trial.state in states]
 
     def get_trial(self, trial_id: int) -> FrozenTrial:
-        """Return a trial that the dashboard has shown."""
+        """Return a trial that the dashboard has shown. Raises ``KeyError`` for another."""
         return {id_of_trial(trial): trial for trials in self._latest_trials.values() for trial in trials}[trial_id]
 
     def get_best_trial(self, study_id: int) -> FrozenTrial:
@@ -135,11 +136,11 @@ class DashboardStorage(BaseStorage):
 
 
 def _number_of(record_id: str) -> int:
-    """Return a number for a record's id, small enough for JavaScript's integers."""
+    """Return a number for a record's id (hexadecimal), small enough for JavaScript's integers."""
     return int(record_id[:12], 16)
 
 
-# What would change a study is hidden, since it is refused: these names are those of optuna-dashboard 0.20 and 0.21.
+# Controls that change a study are hidden, since changes are refused. The names are of optuna-dashboard 0.20 and 0.21.
 _HIDDEN = """<style>
 button[aria-label="rename study"], button[aria-label="delete study"], button:has([data-testid="AddBoxIcon"]),
 button:has([data-testid="EditIcon"]), a[href$="/note"] { display: none; }
@@ -151,10 +152,10 @@ button:has([data-testid="EditIcon"]), a[href$="/note"] { display: none; }
 
 
 def _as_shown_here(way_back: str | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a bottle plugin that changes two answers of the dashboard.
+    """Return a bottle plugin that changes two responses of the dashboard.
 
-    Infeasible trials are dropped from the best ones, since a storage cannot say that there is no best trial. The page's
-    editing controls are hidden, and it gets a link back.
+    Infeasible trials are dropped from the best ones, since a storage cannot say that there is no best trial. On the
+    page, the controls that edit are hidden, and if ``way_back`` is a URL, there is a link to it.
     """
     link = f'<body><a class="way-back" href="{way_back}">← autotune</a>' if way_back is not None else "<body>"
 

@@ -69,27 +69,28 @@ class Export:
     source: TrainingSource | None = None
     """The user's own code; ``None`` for a model by name."""
     row_tokens: int | None = None
-    """Tokens of the rows that samples are packed in; ``None`` where they are not."""
+    """Length in tokens of the rows into which samples are packed; ``None`` without packing."""
     world_size: int = 1
+    """Devices of the user's training, of which a trial may have used only some (``ranks``)."""
     on_cpu: bool = False
     """Whether it was measured on the CPU."""
     has_reentrant_off: bool = False
-    """Whether checkpointing uses ``use_reentrant=False`` by itself in the transformers that was measured with."""
+    """Whether ``use_reentrant=False`` is the default of checkpointing in the measured version of transformers."""
     cpu_core: int | None = None
     """The core that the training process was pinned to, without its data loader workers; ``None`` if it was not."""
 
     differs: tuple[str, ...] = ()
-    """How this training differs from the one that was asked for, as the look before the answer found."""
+    """Sentences on how the winner's training differs from the requested one (the search compares them at its end)."""
     applied_settings: dict[str, Any] = field(default_factory=dict)
-    """Arguments of ``autotune.training.apply``, for what transformers does not do by itself."""
+    """Arguments of ``autotune.training.apply``, for settings that transformers does not have."""
     collator_multiple: int | None = None
     """``pad_to_multiple_of`` to set on the collator; ``None`` without padding to multiples, or if ``apply`` pads."""
     divides_loss: bool = False
     """Whether the Trainer has to be told to divide the loss by the accumulation."""
     accelerate_divides: bool = False
-    """Whether Accelerate would then divide the gradient once more."""
+    """Whether Accelerate would then divide a second time, and has to be told not to."""
     rehearsal: Rehearsal | None = None
-    """What a run does beyond its first steps, as it was run once; ``None`` where it was not."""
+    """What a trial found of the parts of a run after its first steps, such as its evaluation; ``None`` without one."""
     omp_threads: str | None = None
     """``OMP_NUM_THREADS`` of several ranks, and of an optimizer on the CPU; ``None`` otherwise."""
 
@@ -146,7 +147,7 @@ class Export:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of the measurement that a launcher does not set by itself."""
-        # torchrun and accelerate set it to 1.
+        # torchrun and accelerate set OMP_NUM_THREADS to 1 by themselves.
         threads = {} if self.omp_threads in (None, "1") else {"OMP_NUM_THREADS": self.omp_threads}
         filled = self.template.fill_variables(self.candidate) if self.template is not None else {}
         return {**self.environment, **threads, **filled}
@@ -155,14 +156,15 @@ class Export:
     def applied(self) -> str:
         """Python code for settings without a field in ``TrainingArguments``; an empty string without such settings."""
         if self.applied_settings:
-            # It pads and divides the loss by itself.
+            # ``apply`` pads and divides the loss by itself.
             return apply_call(self.applied_settings)
         statements = []
         if self.collator_multiple is not None:
             statements.append(f"trainer.data_collator.pad_to_multiple_of = {self.collator_multiple}")
         if self.divides_loss:
             statements.append("trainer.model_accepts_loss_kwargs = False")
-            statements += ["trainer.accelerator.gradient_accumulation_steps = 1"] * self.accelerate_divides
+            if self.accelerate_divides:
+                statements.append("trainer.accelerator.gradient_accumulation_steps = 1")
         return "; ".join(statements)
 
     @property
@@ -172,7 +174,7 @@ class Export:
 
 
 def apply_call(settings: Mapping[str, Any]) -> str:
-    """Return the call that applies some settings to a ``Trainer``."""
+    """Return Python code that applies these settings to a ``Trainer``: ``apply(trainer, length_multiple=64)``."""
     return f"apply(trainer, {', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
 
@@ -203,6 +205,7 @@ def make_export(report: Report) -> Export:
     source, look = report.source, report.study.look
     exported: TunedArguments | OwnArguments
     rehearsal = look.rehearsal if look is not None else None
+    # Levers that the measured transformers has settings for need no ``apply``: ``stock`` are these settings.
     applied, multiple, stock = applied_settings(arm), None, dict(measured.stock_settings)
     if source is None or source.framework == "trainer":
         arguments |= training_arguments(best.candidate, fields, environment["device_kind"], revision)
@@ -210,7 +213,7 @@ def make_export(report: Report) -> Export:
             arguments["activation_checkpointing_kwargs"]["every_n_layers"] = stock["every_n_layers"]
             del applied["checkpointed_layers"]
         if "pad_to_multiple_of" in stock and [*applied] == ["length_multiple"]:
-            # Beside other settings, one call of apply is simpler; to compile, it has to know the multiple.
+            # Only where it is all: a call of ``apply`` that is needed anyway takes it, and needs it to compile.
             multiple = applied.pop("length_multiple")
         if is_own and report.baseline is not None and report.baseline.candidate.arm.torch_compile:
             arguments |= linked_fields(arguments)  # type: ignore[typeddict-item]
@@ -220,7 +223,7 @@ def make_export(report: Report) -> Export:
     else:
         exported = own_arguments(source, best.candidate)
     order = arm.train_sampling_strategy
-    in_order = (
+    order_notes = (
         [f"samples come in another order, as --any-order allows: train_sampling_strategy={order}"] if order else []
     )
     loading = {"attn_implementation": arm.attn_implementation, "dtype": report.workload["dtype"]}
@@ -238,7 +241,7 @@ def make_export(report: Report) -> Export:
         lora=_lora_arguments(report.workload),
         bits=_bits_arguments(report.workload),
         environment=variables,
-        differs=(*in_order, *(look.sentences if look is not None else ())),
+        differs=(*order_notes, *(look.sentences if look is not None else ())),
         applied_settings=applied,
         collator_multiple=multiple,
         divides_loss=measured.divides_loss,
@@ -254,7 +257,7 @@ def make_export(report: Report) -> Export:
 
 
 def _omp_threads(arm: Arm, environment: dict[str, Any], world_size: int) -> str | None:
-    """Return ``OMP_NUM_THREADS`` of a rank: with an optimizer on the CPU its share of the cores, else as measured."""
+    """Return ``OMP_NUM_THREADS`` of a rank: its share of the cores if the optimizer is on the CPU, else as measured."""
     cores = (environment.get("host") or {}).get("usable_cores")
     if arm.offloads_optimizer and cores:
         return str(offloading_threads(int(cores), max(arm.ranks, world_size)))
@@ -268,7 +271,7 @@ _DIVIDES_ONCE = (5, 6)
 
 
 def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> list[str]:
-    """Return notes on settings that this form cannot contain, since they are no fields of ``TrainingArguments``."""
+    """Return notes on what the user has to do or know beside the exported text; ``None`` stands for any form."""
     notes = [*export.differs, *_passing_notes(export), *_starting_notes(export, form), *made_by_hand(export)]
     if export.framework == "trainer":
         notes += _trainer_notes(export)
@@ -276,7 +279,7 @@ def beside_lines(export: Export, form: Format | LaunchFormat | None = None) -> l
 
 
 def _passing_notes(export: Export) -> Iterator[str]:
-    """Yield notes on how the settings get to the user's own code."""
+    """Yield notes on how the user's own code is given the settings; none for a model by name."""
     source, name, place = export.source, export.model, export.interface.place or "its file of settings"
     if export.task != "own":
         return
@@ -291,7 +294,7 @@ def _passing_notes(export: Export) -> Iterator[str]:
             yield f"set by hand: batch_size of the validation DataLoader at {at} = {size}"
         return
     if source is not None and source.kind != "script":
-        # A launcher's command line is without them.
+        # The printed command line of a launcher does not have them.
         yield f"hand them to {name} as its overrides" + (" (--format json)" if export.ranks > 1 else "")
     elif export.interface.made_from == "file":
         yield f"merge them into {place} (--format json), from which {name} reads its TrainingArguments"
@@ -313,9 +316,10 @@ def _starting_notes(export: Export, form: Format | LaunchFormat | None) -> Itera
         how = "as --format torchrun does" if export.ranks > 1 else "torchrun --nproc_per_node …"
         yield f"start {count} processes: this is the batch of each ({how})"
     if form != "torchrun" and not (form == "cli" and export.template is not None):
-        in_file = launch_variables(arm) if form == "accelerate" else {}
+        # accelerate launch sets these from its file.
+        from_file = launch_variables(arm) if form == "accelerate" else {}
         for name, value in export.variables.items():
-            if name not in in_file:
+            if name not in from_file:
                 yield f"start the training with {name}={value} in its environment"
     if core is not None and arm.dataloader_num_workers:
         yield (
@@ -332,7 +336,7 @@ def _starting_notes(export: Export, form: Format | LaunchFormat | None) -> Itera
 
 
 def _trainer_notes(export: Export) -> Iterator[str]:
-    """Yield notes on what is set at the ``Trainer``; for the user's own, also on what its first steps do not show."""
+    """Yield notes on what is set at the ``Trainer``; for the user's own, also on its evaluation."""
     if export.applied_settings:
         yield f"before it trains: {_IMPORT_APPLY}; {export.applied}"
     elif export.applied:
@@ -354,7 +358,7 @@ def _trainer_notes(export: Export) -> Iterator[str]:
 
 
 def made_by_hand(export: Export) -> list[str]:
-    """Return notes on settings of the model and its data, which only code can set; empty for the user's own code."""
+    """Return notes on settings of the model and its data, which no form has; empty for the user's own code."""
     if export.task == "own":
         return []
     options = ", ".join(f"{name}={value!r}" for name, value in export.model_arguments.items())
@@ -372,7 +376,7 @@ def made_by_hand(export: Export) -> list[str]:
 
 
 def _pinning_lines(export: Export) -> str:
-    """Return Python code that pins the process before torch is imported, but not its forked children."""
+    """Return Python code that pins the process to the measured core, but not its data loader workers; maybe empty."""
     if export.cpu_core is None:
         return ""
     return (
@@ -385,7 +389,7 @@ def _pinning_lines(export: Export) -> str:
 def render(export: Export, form: Format | LaunchFormat) -> str:
     """Return the export as text in a form, ending in a newline.
 
-    Raises ``InvalidRequestError`` where one process was measured and a launcher would start another kind of training.
+    Raises ``InvalidRequestError`` for the form of a launcher where one process was measured.
     """
     match form:
         case "json":
@@ -393,7 +397,6 @@ def render(export: Export, form: Format | LaunchFormat) -> str:
         case "yaml":
             return yaml_text(beside_lines(export, form), export.arguments)
         case "cli":
-            # A flag cannot be None; these fields have it as their default.
             return " ".join(_flags(export)) + "\n"
         case "python":
             return _python(export)
@@ -421,7 +424,7 @@ def yaml_text(comments: Iterable[str], settings: Mapping[str, Any]) -> str:
 
 
 def _accelerate_config(export: Export) -> str:
-    """Return an accelerate configuration file. The training itself gets the exported arguments."""
+    """Return a file for ``accelerate launch``, which starts the processes. The arguments are given to the script."""
     arm, processes = export.candidate.arm, export.processes
     if arm.zero_stage is not None:
         distributed = "DEEPSPEED"
@@ -450,7 +453,7 @@ def _accelerate_config(export: Export) -> str:
     if sizes := parallelism(arm):
         config["parallelism_config"] = {f"parallelism_config_{name}": size for name, size in sizes.items()}
     if arm.zero_stage is not None:
-        # The argument ``deepspeed`` says everything else, also the precision: accelerate refuses to be told twice.
+        # ``TrainingArguments.deepspeed`` has all other settings, the precision too, which accelerate refuses twice.
         config["deepspeed_config"] = {"zero3_init_flag": arm.zero_stage == 3}
         del config["mixed_precision"]
     return yaml_text(beside_lines(export, "accelerate"), config)
@@ -483,12 +486,12 @@ def _call(name: str, arguments: Mapping[str, Any]) -> str:
 
 
 def _flags(export: Export) -> list[str]:
-    """Return the arguments as command-line words, where the script has flags for them.
+    """Return the arguments as command-line options, those for which the script has an option.
 
-    For a script with placeholders, return the whole command line.
+    For a script with placeholders, return its whole command line instead.
     """
     if export.template is not None:
-        # Set by env: in $(…) an assignment before the command would be taken for the command.
+        # ``env`` sets the variables: from $(…) a shell would take an assignment for the name of a command.
         variables = [f"{name}={value}" for name, value in export.variables.items()]
         words = [
             *(["env", *variables] if variables else []),
@@ -499,10 +502,10 @@ def _flags(export: Export) -> list[str]:
     if export.source is None or export.framework == "trainer":
         words = []
         for name, value in export.arguments.items():
-            # The braces and quotes of these kwargs do not survive $(…).
+            # An option cannot be None, and the braces of a dictionary do not survive $(…): left out where the default.
             is_default = value is None or (value == {"use_reentrant": False} and export.has_reentrant_off)
             if name == "fsdp" and value is True:
-                # A word after it would be read as one of the older settings of the same name.
+                # An older ``fsdp`` took words such as full_shard, as which a value would be read.
                 words.append("--fsdp")
             elif not is_default:
                 text = json.dumps(value) if isinstance(value, dict | bool) else str(value)
@@ -515,13 +518,13 @@ def _flags(export: Export) -> list[str]:
         if not isinstance(value, bool):
             own.append(f"{flag} {shlex.quote(str(value))}")
         elif value:
-            # Such flags take no value.
+            # Flags for a boolean take no value, and only ever turn it on.
             own.append(flag)
     return own
 
 
 def _python(export: Export) -> str:
-    """Return the export as Python code."""
+    """Return the export as Python code: a dictionary for the user's own code, else a model and its arguments."""
     fields = "".join(f"    {name}={value!r},\n" for name, value in export.arguments.items())
     if export.task == "own":
         pinning = _pinning_lines(export)
@@ -536,8 +539,8 @@ def _python(export: Export) -> str:
     names = ", ".join(sorted([auto_class, "TrainingArguments", *(["BitsAndBytesConfig"] if export.bits else [])]))
     bits = f",\n    quantization_config={_call('BitsAndBytesConfig', export.bits)},\n)" if export.bits else "\n)"
     arguments = f"arguments = TrainingArguments(\n{fields})\n"
-    # ZeRO-3 shards a model while it is loaded, for which the arguments have to be there.
-    is_first = export.candidate.arm.zero_stage is not None
+    # ZeRO-3 shards a model while it is loaded, which needs the arguments before.
+    has_arguments_first = export.candidate.arm.zero_stage is not None
     applying = "apply, pack" if export.row_tokens else "apply"
     rows = f"rows = pack(dataset, {export.row_tokens})\n" if export.row_tokens else ""
     return (
@@ -547,11 +550,11 @@ def _python(export: Export) -> str:
         + ("from peft import LoraConfig, get_peft_model\n" if export.lora else "")
         + f"from transformers import {names}\n\n"
         + (f"from autotune.training import {applying}\n\n" if export.applied_settings else "")
-        + (f"{arguments}\n" if is_first else "")
+        + (f"{arguments}\n" if has_arguments_first else "")
         + f"model = {auto_class}.from_pretrained(\n"
         f"    {hub_name(export)!r}, attn_implementation={attention!r}, dtype=torch.{dtype}{bits}\n"
         + (f"model = get_peft_model(model, {_call('LoraConfig', export.lora)})\n" if export.lora else "")
-        + ("" if is_first else arguments)
+        + ("" if has_arguments_first else arguments)
         + (
             f"# of tokenized samples, for Trainer(train_dataset=rows, data_collator=rows.collate):\n{rows}"
             if rows
@@ -562,7 +565,7 @@ def _python(export: Export) -> str:
 
 
 def hub_name(export: Export) -> str:
-    """Return the hub repository of a catalog name, or any other name unchanged."""
+    """Return the hub repository of the exported model if its name is of the catalog, else the name unchanged."""
     entry = None if "/" in export.model else catalog.find(export.model)
     repository = repository_of(entry, export.model) if entry is not None else None
     return repository or export.model

@@ -45,13 +45,13 @@ class ShapesDocument:
     """Shapes of batches that are new to a process, each of which costs host time once."""
 
     expected: int | None
-    """In the first epoch; ``None`` where the lengths of the samples are not known."""
+    """New shapes in the first epoch; ``None`` where the lengths of the samples are not known."""
     seconds_each: float | None
-    """``None`` where the trial met none beside shapes that it had seen."""
+    """Time that a new shape costs; ``None`` where the trial cannot tell it from that of known shapes."""
     seen: int
-    """In the trial."""
+    """Different shapes that the trial met."""
     new_in_steps: tuple[tuple[int, int], ...]
-    """Numbers of first steps of the run, each with that of the shapes that are new in them."""
+    """Pairs of a number of first steps of the run and the number of new shapes in these steps."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ class NextRun:
 
 @dataclass(frozen=True)
 class ExpertDocument:
-    """What an informed user runs: bf16 at the largest batch that fits, with checkpointing if nothing fits without."""
+    """What an expert would run without a search: bf16 at the largest batch that fits, checkpointed if needed."""
 
     candidate: Any
     samples_per_second: float
     measured: bool
     """Whether a trial measured it; else its speed is predicted from smaller batches."""
     speedup: float | None
-    """The winner's speed over this one."""
+    """The winner's speed over the expert's."""
 
 
 @dataclass(frozen=True)
 class StudyDocument:
-    """A whole study."""
+    """A study with all its trials."""
 
     schema_version: int
     study: str
@@ -90,7 +90,8 @@ class StudyDocument:
     stopped_because: str | None
     left_out: tuple[LeftOut, ...]
     look: Look | None
-    """What the look at the winner's training found; ``None`` before it, and in studies of versions without one."""
+    """How the winner's training differs from the requested one; ``None`` before the search compares them at its end,
+    and in studies of versions that did not."""
     request: dict[str, Any]
     """As it was recorded, by this version or an earlier one; so are workload and environment."""
     workload: dict[str, Any]
@@ -99,7 +100,7 @@ class StudyDocument:
     ceiling: dict[str, Any]
     seconds: float
     too_noisy: str | None
-    """Why it cannot be told whether the best is the fastest, in words; ``None`` where it can."""
+    """Why noise hides whether the best is the fastest, in words; ``None`` where it does not."""
     speedup: float | None
     expert: ExpertDocument | None
     """bf16 at the largest batch that fits, and nothing else; ``None`` where nothing like it was tried."""
@@ -117,12 +118,12 @@ class StudyDocument:
 def report_document(report: Report) -> Document:
     """Return the whole study as ``--json`` prints it."""
     view, study, ceiling = StudyView(report), report.study, report.ceiling
-    best, expert, following = view.best, None, None
-    if (usual := view.expert) is not None:
-        parameters = usual.candidate.parameters()
-        expert = ExpertDocument(parameters, usual.samples_per_second, usual.is_measured, usual.speedup)
+    best, expert, next_run = view.best, None, None
+    if (found := view.expert) is not None:
+        parameters = found.candidate.parameters()
+        expert = ExpertDocument(parameters, found.samples_per_second, found.is_measured, found.speedup)
     if best is not None:
-        following = NextRun(best.speed.samples_per_second, *best.speed.interval(), best.speed.processes)
+        next_run = NextRun(best.speed.samples_per_second, *best.speed.interval(), best.speed.processes)
     document: Document = encode(
         StudyDocument(
             **with_version({}),
@@ -145,7 +146,7 @@ def report_document(report: Report) -> Document:
             speedup=report.speedup,
             expert=expert,
             model_flops_utilization=best.utilization if best is not None else None,
-            next_run=following,
+            next_run=next_run,
             best=trial_document(best) if best is not None else None,
             baseline=trial_document(view.baseline) if view.baseline is not None else None,
             trials=[trial_document(trial) for trial in view.trials],
@@ -157,13 +158,13 @@ def report_document(report: Report) -> Document:
 
 @functools.cache
 def candidate_type() -> type[Any]:
-    """Return the type of a candidate's document, see ``Candidate.parameters``."""
+    """Return the msgspec type of what ``Candidate.parameters`` returns."""
     return make_record("Candidate", _CANDIDATE)
 
 
 @functools.cache
 def trial_type() -> type[Any]:
-    """Return the type of a trial's document."""
+    """Return the msgspec type of what ``trial_document`` returns."""
     measured = dict(record_fields(Measurement))
     return make_record(
         "Trial",

@@ -32,24 +32,25 @@ CONSTRAINT = "memory_over_line_gib"
 TRIAL_ID_ATTRIBUTE = "autotune_trial_id"
 """The user attribute with ``TrialRecord.id``."""
 OBJECTIVE_NAMES: dict[str, str] = {"throughput": "samples/s", "max-batch": "per-device batch"}
-"""What the value of a trial is, by the study's objective; dashboards label their axes with it."""
+"""The name of a trial's value, by the study's objective; dashboards label their axes with it."""
 BATCH = "per_device_train_batch_size"
 
 
 def state_and_value(candidate: Candidate, outcome: Outcome, objective: Objective) -> tuple[TrialState, float | None]:
-    """Return Optuna's state and value. Without value: PRUNED (out of memory), FAIL (fault, disturbed out of memory)."""
+    """Return Optuna's state and value of a trial. PRUNED (does not fit) and FAIL (fault, disturbed) have no value."""
     if isinstance(outcome, Completed):
         batch = candidate.per_device_train_batch_size
         value = float(batch) if objective == "max-batch" else outcome.measurement.samples_per_second
         return TrialState.COMPLETE, value
-    is_over = isinstance(outcome, OutOfMemory) and not outcome.disturbed
-    return TrialState.PRUNED if is_over else TrialState.FAIL, None
+    is_too_large = isinstance(outcome, OutOfMemory) and not outcome.disturbed
+    return TrialState.PRUNED if is_too_large else TrialState.FAIL, None
 
 
 def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) -> float | None:
-    """Return by how many GiB a trial is above the memory line; ``None`` for a fault, or disturbed out of memory.
+    """Return by how many GiB a trial's peak is above the memory line (the cap less the headroom).
 
-    A trial that ran out needed more than the cap, so it was above the line by at least the headroom.
+    A trial that ran out of memory needed more than the cap, so it was above the line by at least the headroom. ``None``
+    where it is not known: after a fault, or out of memory while another process disturbed the trial.
     """
     if isinstance(outcome, Completed):
         return outcome.measurement.excess_bytes(arm or Arm(), ceiling) / GIB
@@ -59,7 +60,7 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
 
 
 def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[FrozenTrial]:
-    """Return a study's trials as Optuna's, with the parameters that varied or, in a running study, may vary."""
+    """Return a study's trials as Optuna's, all with the parameters that varied or, in a running study, may vary."""
     settings = [(record, record.candidate.recorded_parameters()) for record in records]
     values: dict[str, set[Any]] = {BATCH: set()}
     if study.state == "running":
@@ -78,10 +79,11 @@ def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[Fr
 
 
 def _distribution(name: str, found: set[Any]) -> BaseDistribution:
-    """Return the distribution of a parameter, equal for all refreshes of a page where the lever has known values."""
+    """Return a parameter's distribution, with the lever's known values first: so refreshing a page changes no axis."""
     if name == BATCH:
         return IntDistribution(1, LARGEST_FREE_BATCH)
     known = next((row.values for row in LEVERS if row.name == name), ())
+    # ``None`` cannot be compared, so it is sorted first.
     return CategoricalDistribution([*known, *sorted(found - {*known}, key=lambda value: (value is not None, value))])
 
 
@@ -115,7 +117,7 @@ def _frozen(
 
 
 def _attributes(candidate: Candidate, outcome: Outcome | None) -> dict[str, float | str]:
-    """Return user attributes of a trial: flat numbers for plots, and the reused trial if any."""
+    """Return the user attributes of a trial: measured numbers, for plots, and where a reused trial comes from."""
     attributes: dict[str, float | str] = {"gradient_accumulation_steps": candidate.gradient_accumulation_steps}
     source = source_of(outcome)
     if source is not None:
@@ -142,7 +144,7 @@ in Optuna 5)."""
 
 
 def frozen_study(number: int, study: StudyRecord) -> FrozenStudy:
-    """Return a study as Optuna's ``FrozenStudy``, with the name of its objective."""
+    """Return a study as Optuna's ``FrozenStudy`` with this number, with the name of its objective."""
     name = OBJECTIVE_NAMES[study.request.get("objective", "throughput")]
     attributes: dict[str, Any] = {METRIC_NAMES_KEY: [name]}
     return FrozenStudy(study.name, StudyDirection.MAXIMIZE, {}, attributes, number)

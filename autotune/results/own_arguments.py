@@ -10,8 +10,8 @@ from autotune.core.loop import FIELDS, loop_arguments
 from autotune.core.training_source import TrainingSource
 from autotune.space.levers import ACCELERATE, LIGHTNING
 
-# By framework: its names of batch, accumulation, precision and checkpointing, and of data loader settings. A LoopConfig
-# has none of the last.
+# By framework: the names that its code has for batch, accumulation, precision, checkpointing and data loader settings.
+# A LoopConfig has none of the last.
 _PLACEHOLDERS = {**FIELDS, "batch": "per_device_train_batch_size"}
 _LOADER = {"workers": "num_workers", "prefetch": "prefetch_factor"}
 _FABRIC = {**FIELDS, "batch": "batch_size", **_LOADER}
@@ -49,15 +49,14 @@ class OwnArguments(TypedDict, total=False):
 
 
 def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
-    """Return a candidate under the code's own names, limited to settings that the code uses."""
-    kind = source.framework
-    names = _NAMES[kind]
+    """Return a candidate's settings under the names that the user's code has for them; only those that it uses."""
+    names = _NAMES[source.framework]
     in_loop = loop_arguments(candidate)
-    values = {what: in_loop[name] for what, name in FIELDS.items()}
-    if kind in _PRECISIONS:
-        values["precision"] = _PRECISIONS[kind][candidate.arm.precision]
-    taken = {names[what]: value for what, value in values.items() if what in source.interface.searched}
-    taken |= {names[what]: value for what, value in _loader_settings(candidate).items() if what in names}
+    values = {setting: in_loop[field] for setting, field in FIELDS.items()}
+    if source.framework in _PRECISIONS:
+        values["precision"] = _PRECISIONS[source.framework][candidate.arm.precision]
+    taken = {names[setting]: value for setting, value in values.items() if setting in source.interface.searched}
+    taken |= {names[setting]: value for setting, value in _loader_settings(candidate).items() if setting in names}
     return cast("OwnArguments", taken)
 
 
@@ -69,15 +68,15 @@ def _loader_settings(candidate: Candidate) -> dict[str, int]:
 
 
 def flags(source: TrainingSource, arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return the script's own command-line flags for these arguments."""
-    known, names = source.interface.flags, _NAMES[source.framework]
-    return {name: known[what] for what, name in names.items() if what in known and name in arguments}
+    """Return the script's own command-line flags by the names of these arguments, those that have a flag."""
+    own, names = source.interface.flags, _NAMES[source.framework]
+    return {name: own[setting] for setting, name in names.items() if setting in own and name in arguments}
 
 
 def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: Candidate) -> list[str]:
-    """Return instructions for passing the arguments to code without a Trainer."""
+    """Return sentences that tell the user how to pass the arguments to code without a Trainer: by flag or by hand."""
     interface, kind, name = source.interface, source.framework, source.name
-    made_at = f" at {interface.loader}" if interface.loader else ""
+    at_loader = f" at {interface.loader}" if interface.loader else ""
     is_tf32 = candidate.arm.precision == "tf32"
     tf32 = ["call torch.set_float32_matmul_precision('high') before the training"] if is_tf32 else []
     if kind == "loop":
@@ -86,7 +85,7 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
             f"train with them: {function}(autotune.LoopConfig(**json.load(open('settings.json')))), the file from "
             "--format json",
             *(
-                f"set by hand: {_LOADER[what]} of the training DataLoader{made_at} = {value}"
+                f"set by hand: {_LOADER[what]} of the training DataLoader{at_loader} = {value}"
                 for what, value in _loader_settings(candidate).items()
             ),
             *tf32,
@@ -94,6 +93,7 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
     by_flag = flags(source, arguments)
     by_hand = {argument: value for argument, value in arguments.items() if argument not in by_flag}
     lines = [f"give them to {name} after its other options (--format cli)"] if by_flag else []
+    # Where in the code each argument is set, in words.
     places = {
         "batch_size": "batch_size of the training DataLoader",
         "per_device_train_batch_size": "batch_size of the training DataLoader",
@@ -115,7 +115,7 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
                 f"start it with accelerate launch --mixed_precision {value}, or with the file from --format accelerate"
             )
             continue
-        at = made_at if "DataLoader" in places[argument] else ""
+        at = at_loader if "DataLoader" in places[argument] else ""
         if "Accelerator" in places[argument] and interface.accelerator:
             at = f" at {interface.accelerator}"
         lines.append(f"set by hand: {places[argument]}{at} = {value!r}")

@@ -1,4 +1,4 @@
-"""Hold what is predicted for GPUs, as ``predict`` and ``advise`` print it in text and as JSON."""
+"""Define the documents of predicted memory, speed and cost that ``predict`` and ``advise`` print as text and JSON."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class SpeedDocument:
     unknown_operations: dict[str, int]
     """How often a micro-step and the update run each operation of which only the memory traffic is predicted."""
     unknown_operations_share: float
-    """Share of the GPU time that is this traffic; what else these operations take is left out."""
+    """Share of the GPU time that is this memory traffic. Other time of these operations is not predicted."""
     scaling_efficiency: float | None
-    """Of several GPUs: the throughput over that of as many that train alone."""
+    """Of several GPUs: their throughput over that of equally many GPUs that train alone."""
 
 
 def speed_document(predicted: StepTime, workload: Workload) -> SpeedDocument:
@@ -78,7 +78,7 @@ class TimedBatchDocument(SpeedDocument, BatchDocument):
 
 @dataclass(frozen=True)
 class ArmPrediction(Arm):
-    """A configuration with what is predicted of it: the fields of an arm, and its batches."""
+    """A configuration (the fields of ``Arm``: everything but the batch) with the predictions of its batches."""
 
     largest_batch: int | None = None
     batches: tuple[BatchDocument, ...] = ()
@@ -138,9 +138,9 @@ class GpuPredictionDocument:
     fits_below_bytes: int
     """A predicted peak up to this is said to fit."""
     unquantized_bytes: int
-    """Of the experts of a mixture, which ``--quantize`` leaves as they are."""
+    """Bytes of weights that ``--quantize`` leaves as they are: the experts of a mixture-of-experts model."""
     best: Any
-    """The fastest that fits; ``None`` without a predicted speed, or if none fits."""
+    """The fastest configuration and batch that fit; ``None`` without a predicted speed, or if none fits."""
     arms: list[Any]
 
     @property
@@ -160,14 +160,15 @@ def read_gpu_document(document: Document) -> GpuPredictionDocument:
     A service of another version may have made it: unknown fields are ignored.
     """
     arms = []
-    for of_arm in document["arms"]:
+    for arm_document in document["arms"]:
         batches = [
             _decode_leniently(batch, TimedBatchDocument if "samples_per_second" in batch else BatchDocument)
-            for batch in of_arm["batches"]
+            for batch in arm_document["batches"]
         ]
-        arms.append(replace(_decode_leniently({**of_arm, "batches": []}, ArmPrediction), batches=tuple(batches)))
-    known = {"best": None, "unquantized_bytes": 0, **document, "arms": []}
-    return replace(_decode_leniently(known, GpuPredictionDocument), arms=arms)
+        arms.append(replace(_decode_leniently({**arm_document, "batches": []}, ArmPrediction), batches=tuple(batches)))
+    # Earlier versions had no ``best`` and no ``unquantized_bytes``.
+    complete = {"best": None, "unquantized_bytes": 0, **document, "arms": []}
+    return replace(_decode_leniently(complete, GpuPredictionDocument), arms=arms)
 
 
 def _decode_leniently(document: Document, kind: type[T]) -> T:
@@ -197,7 +198,7 @@ class RanksPredictionDocument(PredictionDocument):
 
 @dataclass(frozen=True)
 class OfferDocument:
-    """What one kind of GPU, or several equal ones, would do."""
+    """What one GPU, or several equal ones together, would need for the training job: hours, cost, energy."""
 
     gpu: str
     gpus: int
@@ -208,7 +209,7 @@ class OfferDocument:
     rank: int | None
     """By cost; GPUs of one rank may cost the same, since their intervals overlap."""
     is_on_pareto_front: bool
-    """Whether no other is faster for as little, or cheaper and as fast. Equal ones may both be on it."""
+    """Whether no other offer is faster for as little, or cheaper and as fast. Equal offers may both be on it."""
     hours: float | None
     hours_interval: tuple[float, float] | None
     price_per_hour: float | None
@@ -224,7 +225,7 @@ class OfferDocument:
 
 @dataclass(frozen=True)
 class FittingOfferDocument(SpeedDocument, OfferDocument):
-    """An offer on which a candidate fits whose speed is known: that of the fastest."""
+    """An offer on which a candidate of known speed fits, with the fastest candidate and its speed."""
 
     candidate: Any
 
@@ -262,8 +263,8 @@ def advice_document(offers: list[Offer], workload: Workload, samples: float, pri
     )
 
 
-def _offer_document(offer: Offer, workload: Workload, place: int | None, is_on_front: bool) -> OfferDocument:
-    """Return the JSON of an offer; ``place`` is its rank by cost."""
+def _offer_document(offer: Offer, workload: Workload, cost_rank: int | None, is_on_front: bool) -> OfferDocument:
+    """Return the JSON of an offer, whose rank by cost is ``cost_rank``; with a speed where a candidate fits."""
     rates = offer.chip.rates
     row = OfferDocument(
         gpu=offer.chip.name,
@@ -271,7 +272,7 @@ def _offer_document(offer: Offer, workload: Workload, place: int | None, is_on_f
         fits=offer.best is not None,
         why_not=offer.why_not,
         grade=offer.graded.grade if offer.graded is not None else None,
-        rank=place,
+        rank=cost_rank,
         is_on_pareto_front=is_on_front,
         hours=offer.hours,
         hours_interval=offer.interval_hours,

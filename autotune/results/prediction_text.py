@@ -77,7 +77,11 @@ _GRADES = {
 def prediction_lines(
     gpus: Sequence[GpuPredictionDocument], *, all_batches: bool, anatomy: bool, columns: int | None = None
 ) -> list[str]:
-    """Return the predictions for each GPU, and a comparison of several GPUs, as tables."""
+    """Return the predictions for each GPU, and a comparison of several GPUs, as tables at most ``columns`` wide.
+
+    With ``all_batches`` each batch has a row, else the best of each configuration; with ``anatomy`` there are columns
+    for the parts of the peak memory.
+    """
     lines = []
     for gpu in gpus:
         lines += [*gpu_lines(gpu, all_batches=all_batches, anatomy=anatomy, columns=columns), ""]
@@ -85,7 +89,7 @@ def prediction_lines(
 
 
 def accuracy_lines(gpus: Sequence[GpuPredictionDocument], optims: Sequence[str] = ()) -> list[str]:
-    """Return sentences on the measured accuracy of such predictions."""
+    """Return sentences on the measured accuracy of such predictions; ``optims`` are the requested optimizers."""
     lines = [f"Predicted, not measured: {ACCURACY}."]
     has_speed = any(best_of(gpu.arms) is not None for gpu in gpus)
     lines += few_bits_lines(gpus[0].trained.quantize, optims, has_speed=has_speed)
@@ -97,7 +101,7 @@ def accuracy_lines(gpus: Sequence[GpuPredictionDocument], optims: Sequence[str] 
 
 
 def few_bits_lines(quantize: str | None, optims: Sequence[str], *, has_speed: bool) -> list[str]:
-    """Return sentences on the accuracy for quantized weights or optimizer states; empty without quantization."""
+    """Return sentences on the accuracy for quantized weights and 8-bit optimizers; empty where neither is used."""
     if quantize is None and not any("8bit" in name for name in optims):
         return []
     speed = [f"Few bits, speed: {FEW_BITS_SPEED}."] if quantize is not None and has_speed else []
@@ -113,7 +117,7 @@ def experts_line(unquantized_bytes: int, dtype: str) -> str:
 
 
 def gpu_lines(gpu: GpuPredictionDocument, *, all_batches: bool, anatomy: bool, columns: int | None = None) -> list[str]:
-    """Return the predictions for one kind of GPU as lines."""
+    """Return the predictions for one kind of GPU as lines; for the parameters see ``prediction_lines``."""
     workload, best = gpu.trained, best_of(gpu.arms)
     on = f"{gpu.ranks} × {gpu.gpu}; memory of each" if gpu.ranks > 1 else gpu.gpu
     lines = [
@@ -124,7 +128,7 @@ def gpu_lines(gpu: GpuPredictionDocument, *, all_batches: bool, anatomy: bool, c
     ]
     if gpu.unquantized_bytes:
         lines.append(f"Not quantized: {experts_line(gpu.unquantized_bytes, workload.dtype)}.")
-    shown = [arm for arm in gpu.arms if not _has_plain_twin(arm, gpu.arms)]
+    shown = [arm for arm in gpu.arms if not _is_no_better_than_twin(arm, gpu.arms)]
     head = ["configuration", "batch×acc", "reserved"]
     rows = [_chosen_batch(arm, gpu.line_bytes) for arm in shown]
     if all_batches:
@@ -161,14 +165,18 @@ def gpu_lines(gpu: GpuPredictionDocument, *, all_batches: bool, anatomy: bool, c
     return lines
 
 
-def _has_plain_twin(arm: ArmPrediction, arms: Sequence[ArmPrediction]) -> bool:
-    """Return whether every batch that fits with gradients reduced in each micro-step also fits without."""
+def _is_no_better_than_twin(arm: ArmPrediction, arms: Sequence[ArmPrediction]) -> bool:
+    """Return whether an arm with ``sync_each_batch`` fits no batch that does not also fit without it.
+
+    ``sync_each_batch`` (gradients are reduced in each micro-step) costs speed and saves memory. Where it saves nothing,
+    the arm is not shown.
+    """
     plain = replace(arm.arm, sync_each_batch=False)
     twins = [other for other in arms if other.arm == plain]
     if not arm.sync_each_batch or not twins:
         return False
-    fitting, of_twin = ({batch_cell(batch) for batch in each.fitting} for each in (arm, twins[0]))
-    return fitting <= of_twin
+    own_batches, twins_batches = ({batch_cell(batch) for batch in each.fitting} for each in (arm, twins[0]))
+    return own_batches <= twins_batches
 
 
 def _which_fit(arms: Sequence[ArmPrediction]) -> str:
@@ -184,7 +192,7 @@ def _which_fit(arms: Sequence[ArmPrediction]) -> str:
 
 
 def choice_line(best: ArmPrediction, speed: TimedBatchDocument, arms: Sequence[ArmPrediction]) -> str:
-    """Return a sentence on the configuration to choose, its speed, and those nearly as fast."""
+    """Return sentences on the configuration to choose, its predicted speed, and the configurations nearly as fast."""
     chosen = f"{best.describe()} at {batch_cell(speed)}"
     low, high = speed.samples_per_second_interval
     line = f"Choose {chosen}: {format_rate(speed.samples_per_second)} samples/s"
@@ -253,7 +261,7 @@ def time_lines(arms: Sequence[ArmPrediction], *, all_batches: bool) -> list[str]
 
 
 def _comparison_lines(gpus: Sequence[GpuPredictionDocument], columns: int | None) -> list[str]:
-    """Return a table with each GPU's best configuration."""
+    """Return a table with the fastest configuration and batch of each GPU, empty where no speed is predicted."""
     rows = []
     for gpu in gpus:
         best = best_of(gpu.arms)
@@ -265,19 +273,20 @@ def _comparison_lines(gpus: Sequence[GpuPredictionDocument], columns: int | None
         speed = [format_rate(batch.samples_per_second), f"{format_rate(low)} to {format_rate(high)}", batch.limited_by]
         rows.append([gpu.gpu, f"{batch_cell(batch)}  {arm.describe()}", *speed])
     head = ["GPU", "choose", "samples/s", "interval", "limited by"]
-    return narrow_table_lines(head, rows, columns, _SPARE, folds=1)
+    return narrow_table_lines(head, rows, columns, _SPARE, wrapped_column=1)
 
 
 def _chosen_batch(arm: ArmPrediction, line_bytes: int) -> dict[str, str]:
-    """Return the row of the fastest batch that fits, or of the largest without predicted speeds.
+    """Return the cells of an arm's row, by column: those of the fastest batch that fits, or the largest if not timed.
 
-    Where none fits, it is the batch with the lowest peak.
+    Where none fits, they are those of the batch with the lowest peak, as what the arm would need at least.
     """
     if arm.fastest is not None:
         cells = _cells(arm.fastest, line_bytes)
     elif arm.batches:
         least = min(arm.batches, key=lambda batch: batch.peak_reserved_bytes)
         needs = f"none; {batch_cell(least)} needs"
+        # What does not fit has no speed.
         cells = {**_cells(least, line_bytes), "batch×acc": needs, **dict.fromkeys(_SPEED_HEAD, "")}
     else:
         cells = {"batch×acc": "not predicted"}
@@ -285,7 +294,7 @@ def _chosen_batch(arm: ArmPrediction, line_bytes: int) -> dict[str, str]:
 
 
 def _cells(batch: BatchDocument, line_bytes: int) -> dict[str, str]:
-    """Return what a batch has in each column of the table."""
+    """Return a batch's cells by column; reserved memory also as a share of the line (the most that fits)."""
     cells = {
         "batch×acc": batch_cell(batch),
         "allocated": format_bytes(batch.peak_allocated_bytes),
@@ -316,6 +325,7 @@ def advice_lines(
     has_prices = any(offer.cost is not None for offer in offers)
     grades = {offer.graded.grade for offer in offers if offer.graded is not None}
     head = ["GPU", "best", "samples/s", "hours", *(["cost"] if has_prices else [])]
+    # Each row without its cost, and the cost with and without its interval.
     rows: list[tuple[list[str], tuple[str, str]]] = []
     refused: list[tuple[str, str]] = []
     for offer in ordered:
@@ -325,19 +335,21 @@ def advice_lines(
             continue
         speed = _with_ends(offer.best.samples_per_second, offer.best.interval_samples_per_second)
         known = "" if len(grades) == 1 else f" ({offer.graded.grade})"
-        # The number of GPUs says the ranks.
+        # The name already has the number of GPUs.
         candidate = replace(offer.best.candidate, arm=replace(offer.best.candidate.arm, strategy=None, ranks=1))
         costs = "", ""
         if offer.cost is not None and offer.interval_cost is not None:
             costs = _with_ends(offer.cost, offer.interval_cost), format_rate(offer.cost)
         rows.append(([name, f"{candidate.describe()}{known}", speed, format_rate(offer.hours)], costs))
-    # The ends of a cost say no more than those of the speed, so a narrow table does without them.
+    # A cost's interval follows from that of the speed, so a table too wide for the terminal leaves it out.
     wide, narrow = (
-        narrow_table_lines(head, [[*row, costs[place]][: len(head)] for row, costs in rows], columns, (), folds=1)
+        narrow_table_lines(
+            head, [[*row, costs[place]][: len(head)] for row, costs in rows], columns, (), wrapped_column=1
+        )
         for place in (0, 1)
     )
     lines += wide if columns is None or max(map(len, wide)) <= columns else narrow
-    # Outside the table, whose second column such a sentence would widen beyond 80 characters.
+    # Why a GPU is refused stands below the table, since the sentence would make its second column too wide.
     width = max((len(name) for name in [*(row[0] for row, _ in rows), *dict(refused)]), default=0)
     lines += [f"{name:<{width}}  {why}" for name, why in refused]
     lines.append(_order_line(ordered) + (" * none is faster for as little, or cheaper and as fast." if front else ""))
@@ -349,13 +361,13 @@ def advice_lines(
 
 
 def _with_ends(value: float, interval: tuple[float, float]) -> str:
-    """Return ``67.3 (42.0–108.6)``."""
+    """Return a value with its interval: ``67.3 (42.0–108.6)``."""
     low, high = map(format_rate, interval)
     return f"{format_rate(value)} ({low}–{high})"
 
 
 def _order_line(ordered: list[Offer]) -> str:
-    """Return a sentence on the sort order, and on GPUs that may be first although they are not."""
+    """Return a sentence on the sort order, and one on which offers may be the best since their intervals overlap."""
     best = "cheapest" if any(offer.cost is not None for offer in ordered) else "fastest"
     ranks = [rank(offer, ordered) for offer in ordered]
     first = [_name(offer) for offer, number in zip(ordered, ranks, strict=True) if number == 1]
@@ -363,6 +375,7 @@ def _order_line(ordered: list[Offer]) -> str:
     line = f"{best.capitalize()} first, by what is predicted"
     if len(first) < 2:
         return f"{line}."
+    # Whichever list of names is shorter.
     which = "all"
     if others:
         which = f"all but {', '.join(others)}" if len(others) < len(first) else ", ".join(first)

@@ -1,8 +1,8 @@
 """Write the winner as a recipe of another trainer (TRL, axolotl, LLaMA-Factory), or as a block for a model card.
 
 Names and meanings are those of TRL 1.16.0 (``SFTConfig``, ``ModelConfig``), axolotl 0.19.0 (``utils/schemas``,
-``utils/config``) and LLaMA-Factory 0.9.5 (``hparams``). What a recipe cannot say is refused where it would be another
-training, and named in its first lines where it only costs speed.
+``utils/config``) and LLaMA-Factory 0.9.5 (``hparams``). A winner with a setting that a recipe cannot express is refused
+where the training would be another; where it would only be slower, comments of the recipe name the setting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ATTENTION = {"sdpa": "sdpa", "flash_attention_2": "fa2", "eager": "disabled"}
 
 
 def exported_text(report: Report, form: AnyForm) -> tuple[str, list[str]]:
-    """Return a study's winner in a form, ending in a newline, and notes for settings outside of it.
+    """Return a study's winner in a form, ending in a newline, and notes on settings that the form cannot contain.
 
     Raises ``InvalidRequestError`` where the form cannot express the winner, and ``NoResultError`` without a winner.
     """
@@ -49,7 +49,7 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     _check_expressible(export, form)
     makers = {"trl": _trl, "axolotl": _axolotl, "llama-factory": _llama_factory}
     settings = makers[form](export, report.workload)
-    # Which transformers the others use is not known, so what newer ones do by themselves counts as left out, too.
+    # The version of transformers beside the other trainers is unknown: what only newer ones do is left out, too.
     left_out = sorted(export.applied_settings if form == "trl" else applied_settings(export.candidate.arm))
     if form == "axolotl" and export.candidate.arm.non_blocking:
         left_out.append("logging_nan_inf_filter")
@@ -60,7 +60,7 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
 
 
 def _check_expressible(export: Export, form: Recipe) -> None:
-    """Raise ``InvalidRequestError`` for a training that the recipe cannot express."""
+    """Raise ``InvalidRequestError`` where a recipe in this form would be another training than the winner's."""
     arm, name = export.candidate.arm, _NAMES[form]
     if export.task != "causal-lm":
         what = "your own code" if export.task == "own" else f"a model for {export.task}"
@@ -82,7 +82,7 @@ def _check_expressible(export: Export, form: Recipe) -> None:
 
 
 def _adapters(export: Export, names: dict[str, str]) -> dict[str, Any]:
-    """Return the settings of LoRA under a trainer's own names."""
+    """Return the settings of LoRA under a trainer's own ``names``, by the fields of peft's ``LoraConfig``."""
     return {name: export.lora[field] for field, name in names.items() if field in export.lora}
 
 
@@ -186,10 +186,10 @@ def _llama_factory(export: Export, workload: Any) -> dict[str, Any]:
 
 def _model_card(report: Report, export: Export) -> str:
     """Return a model card section in Markdown: settings, measurements, hardware."""
-    # What has an export has a winner, which was measured.
+    # A study with an export has a winner, which was measured.
     measured, candidate = report.pooled(report.best), export.candidate
     assert measured is not None
-    # Where devices were only declared, one was measured.
+    # --world-size may declare more devices than a trial used.
     times = max(1, int(report.study.request.get("world_size") or 1) // candidate.arm.ranks)
     unit = rate_unit(report.workload) + (" on one device" if times > 1 else "")
     rows = [

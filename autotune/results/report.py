@@ -1,4 +1,4 @@
-"""Load a study from the database as one value: its trials, workload, environment and memory ceiling."""
+"""Load a study (a search with its trials) from the database as one value, and answer questions about its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from autotune.store.repository import Store
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is recorded of one study."""
+    """Everything that is recorded of one study, and what follows from it."""
 
     study: StudyRecord
     workload: Document
@@ -35,7 +35,7 @@ class Report:
     ceiling: Ceiling
     trials: tuple[TrialRecord, ...]
     before: Mapping[Kind, Deviations] = field(default_factory=dict)
-    """How processes had deviated on this machine before the study."""
+    """How much repeated processes of one candidate had differed in speed on this machine before the study."""
 
     def trial(self, trial_id: str | None) -> TrialRecord | None:
         """Return the trial with this id; ``None`` where there is none."""
@@ -110,16 +110,17 @@ class Report:
 
     @functools.cached_property
     def history(self) -> History:
-        """The trials of the study's current machine, pooled as in the search."""
+        """The trials of the study's current machine that count, pooled as they were in the search."""
         own = self.baseline.candidate if self.baseline is not None and self.has_own_settings else None
         history, repeats = History(self.ceiling, own=own, before=self.before), Repeats()
         for trial in self.trials:
             if self.is_elsewhere(trial):
                 continue
-            counts = repeats.take(trial) if trial.outcome is not None else None
-            if counts is not None and counts.outcome is not None:
-                in_full = ran_in_full(counts.candidate, counts.outcome)
-                history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
+            # A disturbed trial does not count before its repetition, which then decides which of the two does.
+            counted = repeats.take(trial) if trial.outcome is not None else None
+            if counted is not None and counted.outcome is not None:
+                in_full = ran_in_full(counted.candidate, counted.outcome)
+                history.add(Tried(counted.id, counted.candidate, counted.outcome, in_full))
         return history
 
     def speed(self, trial: TrialRecord | None) -> Speed | None:
@@ -131,7 +132,7 @@ class Report:
         if trial is None or trial.outcome is None or measurement(trial) is None:
             return None
         alone = Tried(trial.id, trial.candidate, trial.outcome)
-        # The history leaves out candidates that do not fit.
+        # The history has no speed of candidates that do not fit: these have that of this trial alone.
         return self.history.speed(trial.candidate) or Pool([alone]).speed(trial.candidate)
 
     def pooled(self, trial: TrialRecord | None) -> Measurement | None:
@@ -161,9 +162,9 @@ class Report:
         return self._was_disturbed(self.baseline) and not self._was_disturbed(self.best)
 
     def _was_disturbed(self, trial: TrialRecord | None) -> bool:
-        """Return whether every trial of the same candidate was disturbed by other processes."""
-        counting = self.history.outcomes_of(trial.candidate) if trial is not None else []
-        return bool(counting) and all(getattr(tried.outcome, "disturbed", False) for tried in counting)
+        """Return whether every counted trial of the same candidate was disturbed by other processes."""
+        tried = self.history.outcomes_of(trial.candidate) if trial is not None else []
+        return bool(tried) and all(getattr(each.outcome, "disturbed", False) for each in tried)
 
     @functools.cached_property
     def too_noisy(self) -> str | None:
@@ -172,7 +173,7 @@ class Report:
         if best is None or accepts_noise() or self.study.request.get("objective", "throughput") != "throughput":
             return None
         speedup, baseline = self.speedup, self.baseline
-        # A baseline that was faster is excluded from the search by options, but for the user's own settings.
+        # A baseline that is faster than the best is excluded from the search by options, so it is no rival.
         is_excluded = speedup is not None and speedup < 1
         left_out = {baseline.candidate} if baseline is not None and is_excluded else set()
         return too_noisy(self.history, best.candidate, {t.candidate for t in self.history.believed()} - left_out)
@@ -199,7 +200,7 @@ def measurement(trial: TrialRecord | None) -> Measurement | None:
 
 
 def deviations_before(trials: Iterable[TrialRecord], study: StudyRecord) -> dict[Kind, Deviations]:
-    """Return the deviations between processes on a study's machine before the study.
+    """Return how much repeated processes of one candidate differed in speed on a study's machine before the study.
 
     ``trials`` are of ``Store.repeated_trials``. Later trials are left out, so that a study's numbers never change.
     Trials of the same workload are left out, since the study may have reused them.

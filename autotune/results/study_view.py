@@ -40,14 +40,14 @@ _FARTHEST = 4
 
 @dataclass(frozen=True, slots=True)
 class Expert:
-    """The expert's settings and their speed."""
+    """The settings that an expert would train with, without a search, and their speed."""
 
     candidate: Candidate
     samples_per_second: float
     is_measured: bool
-    """Whether a trial measured them; else a larger batch may fit than was tried, whose speed is predicted."""
+    """Whether a trial measured them; else their batch is larger than any tried one, and their speed is predicted."""
     may_be_larger: bool
-    """Whether it is not known that no batch larger than this one fits."""
+    """Whether a larger batch than this one may fit, too."""
     speedup: float | None
     """The winner's speed over this one."""
 
@@ -66,7 +66,11 @@ class Expert:
 
 
 def expert_of(report: Report) -> Expert | None:
-    """Return what an expert would run without a search; ``None`` for ``max-batch``, or without a similar trial."""
+    """Return what an expert would run without a search; ``None`` for ``max-batch``, or without a similar trial.
+
+    This is the largest batch of similar trials in bf16. If larger ones are not known to fail, peak and step time are
+    extrapolated from the measured batches, up to the largest batch whose peak is below the line.
+    """
     if report.study.request["objective"] != "throughput":
         return None
     tried = _tried_by_experts(report)
@@ -78,19 +82,19 @@ def expert_of(report: Report) -> Expert | None:
     plain = [t for t in of_precision if not t.candidate.arm.gradient_checkpointing] or of_precision
     largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)))
     candidate, speed, may_be_larger = largest.candidate, speed_of(largest), False
-    farthest = _FARTHEST * candidate.per_device_train_batch_size
-    # Of several accumulations of a batch, the last counts.
+    farthest_batch = _FARTHEST * candidate.per_device_train_batch_size
+    # Of trials with the same batch but other accumulations, the last counts.
     alike = {t.candidate.per_device_train_batch_size: t for t in plain if t.candidate.arm == candidate.arm}
     measured = {batch: alike[batch].measurement for batch in sorted(alike)}
     peaks = [(batch, each.judged_bytes(candidate.arm)) for batch, each in measured.items() if each is not None]
     times = [(batch, batch / each.samples_per_second) for batch, each in measured.items() if each is not None]
-    while (larger := _larger(report, candidate)) is not None and not report.history.is_ruled_out(larger):
+    while (larger := _at_larger_batch(report, candidate)) is not None and not report.history.is_ruled_out(larger):
         batch = larger.per_device_train_batch_size
-        is_known = len(peaks) > 1 and batch <= farthest
-        if is_known and not report.ceiling.bounds.fits(int(_on_line(peaks, batch))):
+        is_predictable = len(peaks) > 1 and batch <= farthest_batch
+        if is_predictable and not report.ceiling.bounds.fits(int(_extrapolated(peaks, batch))):
             break
-        # A larger batch that took no longer says nothing: the difference is noise.
-        if not is_known or (seconds := _on_line(times, batch)) <= times[-1][1]:
+        # A larger batch that would take no longer is not believed: its times differ by noise.
+        if not is_predictable or (seconds := _extrapolated(times, batch)) <= times[-1][1]:
             may_be_larger = True
             break
         candidate, speed = larger, batch / seconds
@@ -100,28 +104,28 @@ def expert_of(report: Report) -> Expert | None:
 
 
 def _tried_by_experts(report: Report) -> list[Tried]:
-    """Return a trial of each candidate with an expert's settings alone, at the baseline's attention and optimizer.
+    """Return a trial of each candidate that has only an expert's settings, with the baseline's attention and optimizer.
 
     Trials with a peak above the line count as well: whoever tries batches until memory runs out leaves no headroom.
     """
     baseline, request = report.baseline, report.study.request
-    like = baseline.candidate.arm if baseline is not None else None
+    usual = baseline.candidate.arm if baseline is not None else None
     total, world_size = request["effective_batch"], request.get("world_size", 1)
 
     def is_experts(candidate: Candidate) -> bool:
         """Return whether a candidate has no setting that an expert would not choose."""
         arm = candidate.arm
-        is_alike = like is None or (arm.attn_implementation, arm.optim) == (like.attn_implementation, like.optim)
-        # Some users' own settings have another effective batch than the search.
+        is_usual = usual is None or (arm.attn_implementation, arm.optim) == (usual.attn_implementation, usual.optim)
+        # A baseline of the user's own settings may have another effective batch than the search.
         is_asked = total is None or candidate.samples_per_step * world_size == total
-        return is_alike and is_asked and not levers_of(arm, _OTHERS) and arm.strategy in (None, "ddp")
+        return is_usual and is_asked and not levers_of(arm, _OTHERS) and arm.strategy in (None, "ddp")
 
     ran = {t.candidate: t for t in (*report.history.tried, *report.history.believed()) if t.measurement is not None}
     return [tried for tried in ran.values() if is_experts(tried.candidate)]
 
 
-def _larger(report: Report, candidate: Candidate) -> Candidate | None:
-    """Return the candidate at the next larger batch; twice the batch where there is no effective batch."""
+def _at_larger_batch(report: Report, candidate: Candidate) -> Candidate | None:
+    """Return the candidate at the next larger batch that the search allows, or twice its batch; else ``None``."""
     request = report.study.request
     try:
         batches = Batches(
@@ -136,17 +140,17 @@ def _larger(report: Report, candidate: Candidate) -> Candidate | None:
     return Candidate(candidate.arm, larger, batches.accumulation(larger)) if larger is not None else None
 
 
-def _on_line(points: Sequence[tuple[int, float]], at: int) -> float:
-    """Return the value at a larger batch, by a line through the two largest measured batches."""
+def _extrapolated(points: Sequence[tuple[int, float]], batch: int) -> float:
+    """Return the value at a larger batch, by a line through the last two ``points`` (batch, value)."""
     (b1, y1), (b2, y2) = points[-2:]
-    return y2 + (y2 - y1) / (b2 - b1) * (at - b2)
+    return y2 + (y2 - y1) / (b2 - b1) * (batch - b2)
 
 
 _OF_WEIGHTS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def computed_in(precision: Precision, weight_dtype: str) -> Precision:
-    """Return the precision of matrix products with this weight dtype: that of autocast, else of the weights."""
+    """Return the precision that matrix products are computed in: that of autocast, else of the weights in 16 bits."""
     return precision if precision in ("bf16", "fp16") else _OF_WEIGHTS.get(weight_dtype, precision)
 
 
@@ -169,18 +173,18 @@ def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None
 
 @dataclass(frozen=True)
 class TrialView:
-    """A trial."""
+    """A trial with the values to show of it."""
 
     record: TrialRecord
     measured: Measurement | None
-    """``None`` where it did not complete. Of the best and the baseline: speed and peaks of all processes of its
+    """``None`` where it did not complete. Of the best and the baseline it is pooled over all processes of the
     candidate."""
     is_feasible: bool
     """Whether it completed with its peak at or under the line."""
     tokens_per_second: float | None
     """Without padding; ``None`` where samples are not text."""
     headroom_bytes: int | None
-    """Bytes of the cap that it left free; with expandable segments, at least so many."""
+    """Bytes that its peak left free below the cap (torch's limit); with expandable segments, at least so many."""
     limit: Limit | None
     """What limits its step. The GPU's share may have been measured in another trial of the candidate."""
     verdict: str
@@ -201,17 +205,17 @@ class BestView(TrialView):
     setting: str
     """``per-device batch 32 × accumulation 2 × 4 devices, bf16``."""
     speed: Speed
-    """With the 95 % interval of the next run."""
+    """The pooled speed, with the 95 % interval of the next run."""
     runner_up: str | None
     """The comparison with the fastest candidate besides the best and the baseline; ``None`` without one."""
     limit_words: str | None
-    """``None`` where the GPU's share was not measured."""
+    """What limits a step, in words; ``None`` where it was not measured how long the GPU computes."""
     utilization: float | None
     """Share of the GPU's rated arithmetic that a step uses; ``None`` where it is not known."""
     peak_bytes: int
     """What is compared with the cap: reserved memory, or allocated memory with expandable segments."""
     run: tuple[str, ...]
-    """Sentences about the run that the speed is of: how long it takes, what new shapes cost."""
+    """Sentences on the user's whole run: how long it takes, what new batch shapes cost."""
     details: tuple[str, ...]
     """Sentences about energy, data, the boundary of the largest batch."""
 
@@ -307,7 +311,7 @@ def _best_view(report: Report, best: TrialRecord) -> BestView | None:
 
 
 def _compared_with(report: Report) -> tuple[str, float] | None:
-    """Return name and speed of what would run without a search: an expert's settings, else the baseline, if any."""
+    """Return name and speed of the settings to compare the run with: an expert's, else the baseline's, if any."""
     expert = expert_of(report) if report.workload["task"] != "own" else None
     if expert is not None and report.best is not None and expert.candidate != report.best.candidate:
         return f"{expert.candidate.arm.precision} at {expert.batch}", expert.samples_per_second
@@ -316,11 +320,10 @@ def _compared_with(report: Report) -> tuple[str, float] | None:
 
 
 def _runner_up(report: Report, best: Candidate, best_speed: Speed) -> str | None:
-    """Compare the winner with the fastest candidate besides it and the baseline.
+    """Compare the winner with the fastest other candidate but the baseline; ``None`` without one, or for ``max-batch``.
 
-    Return ``1.04 ± 0.02 × the next fastest (64 × 1 bf16)``. Where the two cannot be told apart, ``: not
-    distinguishable`` follows, and why the best is preferred to one that was faster. ``None`` without such a candidate,
-    or for ``max-batch``.
+    Return ``1.04 ± 0.02 × the next fastest (64 × 1 bf16)``. If noise hides which is faster, ``: not distinguishable``
+    follows, and if the other was measured to be faster, why the winner is preferred.
     """
     if report.study.request["objective"] != "throughput":
         return None
@@ -331,6 +334,7 @@ def _runner_up(report: Report, best: Candidate, best_speed: Speed) -> str | None
         return None
     speed, candidate = max(speeds, key=lambda pair: pair[0].samples_per_second)
     gain = difference(speed.log_sample_seconds, best_speed.log_sample_seconds)
+    # ``gain`` is a difference of logarithms, so its exponential is a ratio of speeds.
     half_width, ratio = gain.half_width(), math.exp(gain.mean)
     factor, other = math.exp(half_width), f"the next fastest ({candidate.describe()})"
     words = f"{ratio:.2f} ± {ratio * half_width:.2f} × {other}"

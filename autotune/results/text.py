@@ -13,9 +13,10 @@ from autotune.results.wording import counts_line, rate_unit, searched_lines
 
 
 def report_lines(report: Report) -> list[str]:
-    """Return a study as ``autotune show`` prints it, for text with tokens a second in place of durations."""
+    """Return a study as ``autotune show`` prints it; its table has tokens a second for text, else trials' durations."""
     view, unit = StudyView(report), rate_unit(report.workload)
     has_tokens = any(trial.tokens_per_second for trial in view.trials)
+    # Only the winner's row also has the mean speed of its candidate.
     speeds = {view.best.record.id: view.best.speed} if view.best is not None else {}
     head = ("#", "batch×acc", "configuration", unit, "tokens/s" if has_tokens else "took", "peak", "verdict")
     rows = [
@@ -46,7 +47,7 @@ def summary_lines(report: Report) -> list[str]:
 
 
 def _summary(view: StudyView) -> list[str]:
-    """Return the result of a study in a few lines."""
+    """Return the winner with its lines, the number of trials, what was not tried, and the notes."""
     study, counts = view.report.study, counts_line(view.report)
     note_lines = [f"  note: {note}" for note in view.notes]
     if view.best is None:
@@ -98,7 +99,7 @@ def _best_lines(view: StudyView, best: BestView) -> list[str]:
 
 
 def _speed_words(speed: Speed, unit: str) -> str:
-    """Return ``297.7 samples/s ± 2.7%``, or ``18.3 samples/s (11.4 to 29.5)``, as ``verify`` says what was promised."""
+    """Return a speed with its interval: ``297.7 samples/s ± 2.7%``, or ``18.3 samples/s (11.4 to 29.5)``."""
     mean, (low, high) = speed.samples_per_second, speed.interval()
     if is_lopsided(mean, low, high):
         return f"{format_rate(mean)} {unit} ({format_rate(low)} to {format_rate(high)})"

@@ -1,4 +1,4 @@
-"""Find the command that trains for real with the winner of a study."""
+"""Make the command with which ``autotune run`` starts the user's real training with the winner of a study."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ _MODULE = "autotune.worker.user.real_training"
 
 @dataclass(frozen=True)
 class Start:
-    """The training process that replaces this one, and what to print before."""
+    """The process that trains in place of this one, and what to print before."""
 
     words: tuple[str, ...]
+    """The command: autotune's module, which runs the user's code with the settings."""
     cwd: str
     shown: str
-    """The command in words, without what hands the settings over."""
+    """The command as the user would type it, without autotune's module."""
     variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the training."""
     settings: Document = field(default_factory=dict)
+    """Settings that replace the code's own, to be printed."""
     handed: dict[str, str] = field(default_factory=dict)
-    """Environment variables that only autotune's own module in ``words`` reads."""
+    """Environment variables that only autotune's module reads."""
     notes: tuple[str, ...] = ()
 
 
 def make_start(report: Report, given: Sequence[str], runs_file: str | None = None) -> Start:
-    """Return how to start the training: by the ``given`` command, else by the searched one.
+    """Return how to start the training with the winner: by the ``given`` command, else by the searched one.
 
-    Raises ``NoResultError`` where the study has no winner, ``InvalidRequestError`` where the winner does not fit the
-    command.
+    The speed and memory of the training are appended to ``runs_file``. Raises ``NoResultError`` where the study has no
+    winner, ``InvalidRequestError`` where the winner does not fit the command.
     """
     export = make_export(report)
     recorded = report.source
@@ -55,7 +58,7 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
     variables = _variables(export) | dict(source.variables)
     settings: Document = dict(export.arguments)
     if recorded is None and export.candidate.arm.torch_compile:
-        # A script may name another backend.
+        # The winner was measured with it, and the user's script may name another backend.
         settings["torch_compile_backend"] = "inductor"
     folder: str | None = None
     if export.framework == "placeholders":
@@ -63,9 +66,11 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
         if missing := recorded.template.names - source.template.names:
             named = ", ".join(f"{{{name}}}" for name in sorted(missing))
             notes.append(f"note: {named} has no place in this command, so that the script decides that")
+        # Files with placeholders are filled in as copies.
         folder = tempfile.mkdtemp(prefix="autotune-run-") if source.template.files else None
         template = replace(source, interface=export.interface).template
         words, filled = template.fill(export.candidate, folder or "")
+        # The command line already has the settings.
         source, settings = replace(source, argv=words, variables=()), {}
         variables |= filled
     is_trainer = export.framework == "trainer"
@@ -101,9 +106,10 @@ def make_start(report: Report, given: Sequence[str], runs_file: str | None = Non
 
 def _variables(export: Export) -> dict[str, str]:
     """Return the environment variables to add for the training: of the export, and of the cache of compiled code."""
-    kept = dict(os.environ)
-    keep_compiled(kept)
-    variables = export.environment | {name: value for name, value in kept.items() if os.environ.get(name) != value}
+    with_cache = dict(os.environ)
+    keep_compiled(with_cache)
+    cache = {name: value for name, value in with_cache.items() if os.environ.get(name) != value}
+    variables = export.environment | cache
     if export.omp_threads not in (None, "1") and export.processes == 1:
         variables["OMP_NUM_THREADS"] = str(export.omp_threads)
     return variables
@@ -115,13 +121,13 @@ _SHAPED_STEPS = 100
 
 
 def promise_of(report: Report, runs_file: str | None) -> Promise | None:
-    """Return the promised speed and memory of a training with the winner; ``None`` where nothing can be promised."""
+    """Return the promised speed and memory of the training; ``None`` where it was not measured as it is run."""
     best, speed, measured = report.best, report.speed(report.best), report.pooled(report.best)
     if best is None or speed is None or measured is None:
         return None
     request = report.study.request
     if int(request.get("world_size") or 1) > int(request.get("ranks") or 1):
-        # One device was measured, which exchanged no gradients.
+        # One device was measured for a training on several, which also exchange gradients.
         return None
     arm, (low, high) = best.candidate.arm, speed.interval()
     line_bytes, tokens = report.ceiling.line_bytes, measured.tokens_per_sample
@@ -132,7 +138,7 @@ def promise_of(report: Report, runs_file: str | None) -> Promise | None:
 
 
 def watched_line(runs_file: str) -> str | None:
-    """Return how often trainings with the winner were as fast as promised; ``None`` without such trainings."""
+    """Return a sentence on how many trainings in this file were as fast as promised; ``None`` if it has none."""
     try:
         with open(runs_file, encoding="utf-8") as file:
             runs = [decode(json.loads(line), WatchedRun) for line in file]
@@ -141,12 +147,15 @@ def watched_line(runs_file: str) -> str | None:
     if not runs:
         return None
     kept = [run for run in runs if run.kept]
-    of = "" if len(kept) == len(runs) else f"{len(kept)} of "
-    return f"speed kept in {of}{plural(len(runs), 'run')} of autotune run, {sum(run.steps for run in kept):,} steps"
+    share = "" if len(kept) == len(runs) else f"{len(kept)} of "
+    return f"speed kept in {share}{plural(len(runs), 'run')} of autotune run, {sum(run.steps for run in kept):,} steps"
 
 
 def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str], export: Export) -> TrainingSource:
-    """Return the user's code for the training. Raises ``InvalidRequestError`` if the command does not fit the study."""
+    """Return the code to train: of the ``given`` command, else the ``recorded`` one as its files are now.
+
+    Raises ``InvalidRequestError`` where the command does not fit the study, or is needed and missing.
+    """
     name = shlex.quote(report.study.name)
     if recorded is not None and recorded.kind != "script":
         if given:

@@ -17,7 +17,7 @@ from autotune.space.arms import changed, levers_of, without
 from autotune.space.levers import LEVERS
 from autotune.store.records import StopReason, TrialRecord
 
-# Half-width of the next run's speed, relative, above which a note says so. A choice.
+# Relative half-width of the interval of the next run's speed, above which a note tells it. A choice.
 _WIDE_PROMISE = 0.1
 # In shorter steps of the user's own code, watching takes more than about 8 % (docs/explanation/measuring.md).
 _SHORT_STEP_SECONDS = 0.005
@@ -87,7 +87,7 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def _look_notes(report: Report) -> Iterator[str]:
-    """Yield notes on differences between the winner's and the requested training, and on untrained parameters."""
+    """Yield notes on untrained parameters, and on how the winner's training differs from the requested one."""
     yield from _untrained_note(report)
     look = report.study.look
     if look is None:
@@ -101,7 +101,7 @@ def _look_notes(report: Report) -> Iterator[str]:
 
 
 def _untrained_note(report: Report) -> Iterator[str]:
-    """Yield a note on the tensors of the user's own model that the winner, or else the baseline, does not train."""
+    """Yield a note on parameters of the user's own model that got no gradient in the winner, or else the baseline."""
     if report.workload["task"] != "own":
         return
     for whose, trial in (("the winner", report.best), ("the baseline", report.baseline)):
@@ -109,13 +109,13 @@ def _untrained_note(report: Report) -> Iterator[str]:
         if measured is not None and measured.untrained:
             more = " …" if measured.untrained_tensors > len(measured.untrained) else ""
             names = ", ".join(measured.untrained) + more
-            every = (measured.trained_tensors or 0) + measured.untrained_tensors
-            yield f"{whose} trains {measured.trained_tensors} of {every} tensors; no gradient has {names}"
+            total = (measured.trained_tensors or 0) + measured.untrained_tensors
+            yield f"{whose} trains {measured.trained_tensors} of {total} tensors; no gradient has {names}"
             return
 
 
 def _wide_promise(report: Report, best: TrialRecord) -> Iterator[str]:
-    """Yield a note on why the next run may be much slower or faster than the winner."""
+    """Yield a note where the next run's speed is uncertain by more than 10 %, and why; else nothing."""
     speed = report.speed(best)
     if speed is None or speed.relative_half_width <= _WIDE_PROMISE:
         return
@@ -140,27 +140,27 @@ def _disturbances(report: Report) -> Iterator[str]:
 
 
 def compiled_notes(report: Report) -> list[str]:
-    """Return a note on the number of steps after which compilation pays off."""
+    """Return a note on when compiling pays off against the fastest trial without; empty without trials of both."""
     feasible = [(t.candidate, m) for t in report.trials if report.feasible(t) and (m := measurement(t))]
     compiled = [(c, m) for c, m in feasible if c.arm.torch_compile]
     plain = [(c, m) for c, m in feasible if not c.arm.torch_compile]
     if not compiled or not plain:
         return []
     of_winner = [(c, m) for c, m in compiled if report.best is not None and c == report.best.candidate]
-    candidate, fast = max(of_winner or compiled, key=lambda pair: pair[1].samples_per_second)
-    other, usual = max(plain, key=lambda pair: pair[1].samples_per_second)
-    start = fast.compile_seconds or 0.0
-    name = f"{candidate.describe()} takes {format_seconds(start)} to compile"
+    candidate, measured = max(of_winner or compiled, key=lambda pair: pair[1].samples_per_second)
+    rival, of_rival = max(plain, key=lambda pair: pair[1].samples_per_second)
+    compile_seconds = measured.compile_seconds or 0.0
+    name = f"{candidate.describe()} takes {format_seconds(compile_seconds)} to compile"
     # In seconds a sample, since the steps of the two may differ in size.
-    gain = 1 / usual.samples_per_second - 1 / fast.samples_per_second
+    gain = 1 / of_rival.samples_per_second - 1 / measured.samples_per_second
     if gain <= 0:
-        return [f"{name} and is then no faster than {other.describe()}"]
-    steps = math.ceil(start / (gain * candidate.samples_per_step))
-    return [f"{name}, which pays off after {steps:,} optimizer steps against {other.describe()}"]
+        return [f"{name} and is then no faster than {rival.describe()}"]
+    steps = math.ceil(compile_seconds / (gain * candidate.samples_per_step))
+    return [f"{name}, which pays off after {steps:,} optimizer steps against {rival.describe()}"]
 
 
 def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> Iterator[str]:
-    """Yield notes on compilation, pinning, levers and data loader workers."""
+    """Yield notes on what the winner gains by compiling, by pinning and by all its levers, and on its data loader."""
     arm = best.candidate.arm
     for lever, words in (("torch_compile", "compiled"), ("cpu_affinity", "pinned to one core")):
         on = dataclasses.replace(best.candidate, arm=changed(arm, **{lever: True}))
@@ -173,6 +173,7 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> Ite
             f"{arm.dataloader_num_workers} data loader workers are enough for made-up samples, of which none is read "
             "or decoded: search with --dataset to know how many your own take"
         )
+    # The levers that a search tries by itself. Compiling alone has its own note above.
     levers = levers_of(arm, [row.name for row in LEVERS if row.prior is not None])
     if levers - {"torch_compile"}:
         plain = dataclasses.replace(best.candidate, arm=without(arm, levers))
@@ -186,10 +187,9 @@ def _host_notes(report: Report, best: TrialRecord, measured: Measurement) -> Ite
 
 
 def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | None:
-    """Return the speed of one candidate over another's; ``None`` where either is missing."""
+    """Return a candidate's speed over another's; ``None`` where this study measured only one of them, or none."""
 
     def speed_of(wanted: Candidate) -> Speed | None:
-        """Return the pooled speed of a candidate in this study."""
         speeds = (report.speed(trial) for trial in report.trials if trial.candidate == wanted)
         return next(filter(None, speeds), None)
 
@@ -222,8 +222,7 @@ def sharding_notes(winner: Candidate) -> Iterator[str]:
 
 
 def _own_code_notes(report: Report) -> Iterator[str]:
-    """Yield notes on the user's own code: what it does beside its steps, and otherwise with other settings."""
-    request, baseline, measured = report.study.request, report.baseline, measurement(report.best)
+    """Yield notes where the user's own code, with another batch or precision, is another training."""
     interface = report.source.interface if report.source is not None else CodeInterface()
     if baseline is not None and report.workload["task"] == "own" and request["effective_batch"] is not None:
         own = dataclasses.replace(baseline.candidate, arm=Arm()).samples_per_step * request["world_size"]
@@ -237,6 +236,7 @@ def _own_code_notes(report: Report) -> Iterator[str]:
     if (why := interface.batch_matters) is not None:
         yield f"{why}: with another per-device batch it is another training, also at the same effective batch"
     if interface.casts_weights:
+        # The placeholder in the user's command.
         yield "{precision} is the dtype of the weights here: in 16 bits they are trained without a float32 copy"
     if measured and measured.evaluation_seconds is not None:
         often = f"every {plural(measured.evaluates_every, 'step')}" if measured.evaluates_every else "in a step"
@@ -254,7 +254,7 @@ def _own_code_notes(report: Report) -> Iterator[str]:
 
 
 def _reused(report: Report) -> Iterator[str]:
-    """Yield a note on the number of trials reused or derived from earlier searches."""
+    """Yield notes on the trials of earlier searches, and on speeds computed from them at another accumulation."""
     sources = [source for trial in report.trials if (source := source_of(trial.outcome))]
     if not sources:
         return
@@ -271,7 +271,7 @@ _OF_DDP = ("ddp_find_unused_parameters", "ddp_broadcast_buffers")
 
 
 def _beside_baseline(report: Report, best: TrialRecord, baseline: TrialRecord) -> Iterator[str]:
-    """Yield a note where winner and baseline differ in DDP's options alone, and one where a faster baseline lost."""
+    """Yield a note if winner and baseline differ in DDP's options alone, and one if the baseline was faster."""
     arm, other = best.candidate.arm, baseline.candidate.arm
     # Options of DDP that the table does not show.
     differing = {name: getattr(arm, name) for name in _OF_DDP if getattr(arm, name) != getattr(other, name)}
@@ -284,13 +284,13 @@ def _beside_baseline(report: Report, best: TrialRecord, baseline: TrialRecord) -
         return
     gain = fastest.measurement.samples_per_second / speed.samples_per_second - 1
     if gain > 0:
-        why = "but the options exclude it from the search"
-        why = "which is noise: they differ in settings of DDP alone" if is_alike else why
+        is_noise = "which is noise: they differ in settings of DDP alone"
+        why = is_noise if is_alike else "but the options exclude it from the search"
         yield f"the baseline was faster, by {gain:.1%}, {why}"
 
 
 def _why_no_multiple_of_8(report: Report, best: TrialRecord) -> str:
-    """Return the reason in words why the winner's batch is no multiple of 8."""
+    """Return why the winner's per-device batch is no multiple of 8, in words."""
     request, facts = report.study.request, data_facts(report.workload)
     effective = request["effective_batch"]
     if effective and (effective // request["world_size"]) % 8:

@@ -24,7 +24,7 @@ _MUCH_HOST_BYTES = 4 * GIB
 
 
 def verdict(report: Report, trial: TrialRecord) -> str:
-    """Describe a trial's result in a few words: the reason of its failure, or its speed-up over the baseline."""
+    """Describe a trial's result in a few words: why it failed or does not fit, else its speed over the baseline's."""
     measured, source = measurement(trial), source_of(trial.outcome)
     if report.is_elsewhere(trial):
         return "on another machine"
@@ -58,7 +58,7 @@ def state_of(study: StudyRecord) -> str:
 
 
 def why_not_feasible(measured: Measurement, arm: Arm, ceiling: Ceiling) -> str:
-    """Return in a few words why a completed trial is infeasible."""
+    """Return in a few words why a completed trial is infeasible: its peak is above the line, or even above the cap."""
     peak = measured.judged_bytes(arm)
     return "low headroom" if peak <= ceiling.cap_bytes else "does not fit"
 
@@ -79,7 +79,7 @@ def rate_unit(workload: Document) -> str:
 
 
 def describe_data(workload: Document, *, padding_free: bool = False) -> str:
-    """Describe the measured samples: ``512 tokens, full length``."""
+    """Describe the samples that trials train on: ``512 tokens, full length``, or the user's own data."""
     data = decode(workload["data"], DataSpec) if workload.get("data") else None
     if data is not None and data.facts is not None:
         return _describe_own(data, data.facts, int(workload["seq_len"]), padding_free=padding_free)
@@ -136,7 +136,7 @@ def searched_lines(report: Report) -> tuple[str, str, str]:
 
 
 def detail_lines(report: Report, best: TrialRecord, measured: Measurement) -> Iterator[str]:
-    """Yield details on the winner: energy, data loading, and the limit of the batch."""
+    """Yield sentences on the winner's energy, data loading and host memory, and on why its batch is no larger."""
     if measured.joules_per_sample is not None:
         watts, word = measured.joules_per_sample * measured.samples_per_second, counted_in(report.workload)
         drew = "the whole GPU drew" if measured.ranks == 1 else f"the {measured.ranks} GPUs together drew"
@@ -168,7 +168,7 @@ def _data_lines(measured: Measurement, *, in_one_row: bool) -> Iterator[str]:
     if what_limits(measured).kind == "gpu":
         waiting = f"computing, not the data loader, is the bottleneck: {waiting}"
     elif share > DATA_BOUND:
-        # Below that, data may be the longer of two short waits.
+        # With a smaller share, the wait for data may only be the longer one of two short waits.
         waiting = f"the data loader is the bottleneck: {waiting}"
     yield waiting
 
@@ -176,52 +176,53 @@ def _data_lines(measured: Measurement, *, in_one_row: bool) -> Iterator[str]:
 def run_lines(
     measured: Measurement, candidate: Candidate, unit: str, speed: Speed, other: tuple[str, float] | None
 ) -> Iterator[str]:
-    """Yield the run's expected duration, compared with ``other`` settings, and the cost of new shapes."""
+    """Yield the run's duration, compared with that of ``other`` settings (name, speed), and the cost of new shapes."""
     if measured.run_steps is not None:
         samples, epochs = candidate.samples_per_step * measured.run_steps, measured.run_epochs
         seconds = samples / measured.samples_per_second + (measured.compile_seconds or 0.0)
         what = plural(measured.run_steps, "step") if epochs is None else f"{epochs:g} epoch{'' if epochs == 1 else 's'}"
         instead = f" instead of {format_seconds(samples / other[1])} with {other[0]}" if other is not None else ""
         yield f"{what}: {format_seconds(seconds)}{instead}"
-    each, count = measured.new_shape_seconds, measured.epoch_shapes
-    if each is None:
+    shape_seconds, shapes = measured.new_shape_seconds, measured.epoch_shapes
+    if shape_seconds is None:
         return
-    if count is None:
-        if each > _NOTICEABLE_SHARE * measured.step_seconds:
+    if shapes is None:
+        if shape_seconds > _NOTICEABLE_SHARE * measured.step_seconds:
             yield (
-                f"the first batch of each new shape takes {format_seconds(each)} longer, which the speed does not "
-                "include: how many shapes an epoch has is not known"
+                f"the first batch of each new shape takes {format_seconds(shape_seconds)} longer, which the speed does "
+                "not include: how many shapes an epoch has is not known"
             )
-    elif 1 / measured.steady_share - 1 > speed.relative_half_width or each * count >= _NOTICEABLE_SECONDS:
+    # Told where the later speed differs by more than the uncertainty, or the epoch is noticeably longer.
+    elif 1 / measured.steady_share - 1 > speed.relative_half_width or shape_seconds * shapes >= _NOTICEABLE_SECONDS:
         yield (
             f"{format_rate(measured.steady_samples_per_second)} {unit} once all shapes were seen: the first epoch "
-            f"meets about {count}, each of which takes {format_seconds(each)} longer the first time"
+            f"meets about {shapes}, each of which takes {format_seconds(shape_seconds)} longer the first time"
         )
 
 
 def _boundary_lines(report: Report, best: TrialRecord) -> Iterator[str]:
-    """Yield a line on why the batch is no larger, as far as that is known."""
+    """Yield a sentence on why the winner's batch is no larger; nothing where that is not known."""
     request, samples, batch = report.study.request, report.samples, best.candidate.per_device_train_batch_size
-    is_asked = request["objective"] == "max-batch"
+    is_max_batch = request["objective"] == "max-batch"
     larger = [trial for trial in report.trials if trial.candidate.per_device_train_batch_size > batch]
-    over = [
+    too_large = [
         trial
         for trial in larger
         if trial.candidate.arm == best.candidate.arm and isinstance(trial.outcome, OutOfMemory | Completed)
     ]
-    if is_asked and over:
-        nearest = min(over, key=lambda trial: trial.candidate.per_device_train_batch_size)
+    if is_max_batch and too_large:
+        nearest = min(too_large, key=lambda trial: trial.candidate.per_device_train_batch_size)
         yield f"batch {nearest.candidate.per_device_train_batch_size} does not fit: {verdict(report, nearest)}"
     elif samples is not None and not larger and samples < batch + (request["batch_multiple"] or 8):
         yield f"the data has {plural(samples, counted_in(report.workload))}, so no larger batch was tried"
-    elif is_asked:
+    elif is_max_batch:
         yield "no larger batch was tried in this configuration"
 
 
 def counts_line(report: Report) -> str:
     """Return a line on the number of trials, their outcomes, the duration and the reason for the end."""
     study = report.study
-    # A trial that was ended together with the search did not fail.
+    # A trial that was ended with its search is recorded as failed.
     states: list[str] = [
         "interrupted" if isinstance(trial.outcome, Failed) and trial.outcome.reason == "interrupted" else trial.state
         for trial in report.trials

@@ -47,7 +47,7 @@ _WORDS = (counted_in, counts_line, rate_unit, searched_lines)
 
 @functools.cache
 def environment(*folders: Path) -> jinja2.Environment:
-    """Return a Jinja environment for the templates of these folders and of this package."""
+    """Return a Jinja environment for the templates of these folders and of this package, with its filters."""
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader([*folders, FOLDER]),
         autoescape=True,
@@ -67,7 +67,7 @@ def environment(*folders: Path) -> jinja2.Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value as text; ``None`` as empty text. Control characters and lone surrogates are escaped."""
+    """Return a template's value as text, empty for ``None``, with control characters and lone surrogates escaped."""
     if value is None or isinstance(value, Markup):
         return value or ""
     text = str(value)
@@ -75,7 +75,7 @@ def _shown(value: Any) -> Any:
 
 
 COLORS = 8
-# Number of corners of each mark, and the angle of the first in turns. A mark without corners is a circle.
+# Of each marker the number of its corners, and the angle of the first in full turns. Without corners it is a circle.
 _SHAPES = ((0, 0.0), (4, 1 / 8), (3, 0.0), (4, 0.0), (5, 0.0))
 _PLOT_HEIGHT = 320.0
 _ROW_HEIGHT = 20.0
@@ -87,7 +87,7 @@ _TICKS_UP = 6
 
 @dataclass(frozen=True)
 class Scale:
-    """A map from values to shares of an axis."""
+    """An axis, linear or logarithmic: maps its values from ``low`` to ``high`` to shares of its length."""
 
     low: float
     high: float
@@ -101,36 +101,39 @@ class Scale:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[float]:
-        """Return round values within the scale, about ``most`` of them at most."""
+        """Return round values within the scale to label, about ``most`` of them at most."""
         ticks: list[float] = []
         if self.is_log:
+            # Powers of ten, with more and more values between them as long as these are not too many.
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             for factors in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
-                every = (factor * 10.0**power for power in powers for factor in factors)
-                finer = [tick for tick in every if self.low <= tick <= self.high]
+                candidates = (factor * 10.0**power for power in powers for factor in factors)
+                finer = [tick for tick in candidates if self.low <= tick <= self.high]
                 if len(finer) > most:
                     break
                 ticks = finer
-        # Within part of a decade, linear ticks are as good as logarithmic ones.
         if len(ticks) > 2:
             return ticks
-        raw = (self.high - self.low) / most
-        power = 10.0 ** math.floor(math.log10(raw))
-        step = next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= raw * (1 - 1e-9))
+        # A linear scale, or a logarithmic one of less than about a decade: multiples of a round step.
+        least_step = (self.high - self.low) / most
+        power = 10.0 ** math.floor(math.log10(least_step))
+        # The small terms allow for rounding.
+        step = next(f * power for f in (1.0, 2.0, 2.5, 5.0, 10.0) if f * power >= least_step * (1 - 1e-9))
         first = math.ceil(self.low / step - 1e-9)
         return [number * step for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
 def series_class(number: int) -> str:
-    """Return the CSS class of a colour."""
+    """Return the CSS class of colour ``number``; after the last colour they begin again."""
     return f"s{number % COLORS}"
 
 
 def _corners(number: int, size: float) -> str | None:
-    """Return the corners of an arm's marker as SVG points around the origin; ``None`` for a circle."""
-    corners, first = _SHAPES[number % len(_SHAPES)]
-    turns = [2 * math.pi * (first + corner / corners) for corner in range(corners)]
-    return " ".join(f"{1.25 * size * math.sin(t):.2f},{-1.25 * size * math.cos(t):.2f}" for t in turns) or None
+    """Return the corners of marker ``number`` as SVG points around the origin; ``None`` for a circle."""
+    corners, first_turn = _SHAPES[number % len(_SHAPES)]
+    angles = [2 * math.pi * (first_turn + corner / corners) for corner in range(corners)]
+    # A polygon of a circle's radius looks smaller than the circle.
+    return " ".join(f"{1.25 * size * math.sin(a):.2f},{-1.25 * size * math.cos(a):.2f}" for a in angles) or None
 
 
 def _percent(share: float) -> str:
@@ -143,7 +146,7 @@ def _pixels(value: float) -> str:
 
 @functools.cache
 def drawings() -> Any:
-    """Return the drawing macros of the template ``charts.html``."""
+    """Return the template ``charts.html``, whose macros draw, as a module."""
     known = {"series": series_class, "corners": _corners, "percent": _percent, "px": _pixels}
     return environment().get_template("charts.html", globals=known).module
 
@@ -160,7 +163,10 @@ def _axis_label(across: Scale, label: str) -> str:
 
 
 def draw_speed_chart(chart: SpeedChart, key: str) -> Markup:
-    """Draw speed against peak memory: a mark for each trial, the ceiling, ``×`` for out of memory."""
+    """Draw speed against peak memory: a marker for each trial, the ceiling, ``×`` for out of memory.
+
+    ``key`` begins the ids of the drawing's elements, which must be unique in a page.
+    """
     height = _PLOT_HEIGHT
     unit, name = (GIB, "GiB") if _memory_scale(chart, 1).high >= 2 * GIB else (MIB, "MiB")
     across = _memory_scale(chart, unit)
@@ -170,7 +176,7 @@ def draw_speed_chart(chart: SpeedChart, key: str) -> Markup:
     ordered = sorted(chart.points, key=lambda point: point.mark is not None)
     placed = [(p, across(p.peak_bytes / unit), height * (1 - up(p.samples_per_second))) for p in ordered]
     ticks = [(height * (1 - up(tick)), f"{tick:,g}") for tick in (up.ticks(_TICKS_UP) if placed else [])]
-    # Candidates that ran out have no speed. They are stacked at the ceiling.
+    # Candidates that ran out have no speed: their marks are stacked at the ceiling.
     over = sorted(chart.over, key=lambda each: (each.candidate.per_device_train_batch_size, each.arm))
     spacing = min(14.0, (height - 20) / max(1, len(over)))
     words = (
@@ -188,7 +194,7 @@ def draw_speed_chart(chart: SpeedChart, key: str) -> Markup:
         chart,
         line,
         cap,
-        [join for arm in range(len(chart.arms)) for join in _joins(arm, placed)],
+        [join for arm in range(len(chart.arms)) for join in _lines(arm, placed)],
         [(each, height - 9 - spacing * place) for place, each in enumerate(over)],
         placed,
     )
@@ -209,21 +215,23 @@ def _memory_scale(chart: SpeedChart, unit: int) -> Scale:
     )
 
 
-def _joins(arm: int, placed: Sequence[tuple[SpeedPoint, float, float]]) -> list[tuple[int, float, float, float, float]]:
-    """Return line segments through the points of an arm, by ascending batch."""
+def _lines(arm: int, placed: Sequence[tuple[SpeedPoint, float, float]]) -> list[tuple[int, float, float, float, float]]:
+    """Return the segments ``(arm, x1, y1, x2, y2)`` of the line through an arm's points by ascending batch."""
     own = sorted((p.candidate.per_device_train_batch_size, x, y) for p, x, y in placed if p.arm == arm)
     return [(arm, x1, y1, x2, y2) for (_, x1, y1), (_, x2, y2) in itertools.pairwise(own)]
 
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """A value with its interval, in the unit of the chart."""
+    """A row of a chart of intervals: a value with its interval, in the unit of the chart."""
 
     label: str
     value: str
-    """The value in words."""
+    """The value as text."""
     told: str
+    """The row in words, for its tooltip."""
     at: float
+    """The value."""
     low: float
     high: float
     series: int
@@ -253,12 +261,12 @@ class Part:
     kind: str
     """CSS class of its colour."""
     told: str
-    """Its size in words."""
+    """Its size as text, with the unit."""
 
 
 @dataclass(frozen=True)
 class BarMark:
-    """A line across a stacked bar."""
+    """A line across a stacked bar at the value ``at``, of the CSS class ``kind``."""
 
     name: str
     at: float
@@ -266,7 +274,7 @@ class BarMark:
 
 
 def draw_stack(title: str, parts: Sequence[Part], whole: float, marks: Sequence[BarMark], key: str) -> Markup:
-    """Draw one stacked bar with a legend. ``whole`` is the value at its right end."""
+    """Draw one stacked bar with its marks. ``whole`` is the value at its right end; ``key`` begins ids of elements."""
     begins = itertools.accumulate((part.size for part in parts), initial=0.0)
     placed = [(part, begin / whole, part.size / whole) for part, begin in zip(parts, begins, strict=False)]
     summary = "; ".join([f"{part.name} {part.told}" for part in parts] + [mark.name for mark in marks])
@@ -284,7 +292,7 @@ _MOST_KINDS = 6
 _ANATOMY = ("weights", "gradients", "optimizer", "activations", "inputs", "workspaces")
 
 LegendItem = tuple[Markup, str]
-"""A small drawing and its words."""
+"""A small drawing, such as a marker, and what it stands for."""
 
 
 @dataclass(frozen=True)
@@ -294,10 +302,11 @@ class Chart:
     drawing: Markup
     legend: tuple[LegendItem, ...] = ()
     left_out: int = 0
-    """How many marks or rows it leaves out."""
+    """Number of marks or rows that would be too many to show."""
     rows: tuple[tuple[str, ...], ...] = ()
-    """Rows of the table below the drawing: a swatch, then cells."""
+    """Rows of the table below the drawing: a swatch (a small square in a part's colour), then cells."""
     told: str = ""
+    """A sentence below the drawing."""
 
 
 @dataclass(frozen=True)
@@ -360,21 +369,21 @@ def _speeds(report: Report) -> Chart | None:
 
 
 def _steps(report: Report) -> Chart | None:
-    """Return the chart of step times, with a row for each candidate and its next run; ``None`` without rows."""
-    every = step_rows(report)
-    if not every:
+    """Return the chart of step times: a row for each candidate with its next run's interval; ``None`` without rows."""
+    all_rows = step_rows(report)
+    if not all_rows:
         return None
-    rows = [row for place, row in enumerate(every) if place < _MOST_STEP_ROWS or row.mark is not None]
+    rows = [row for place, row in enumerate(all_rows) if place < _MOST_STEP_ROWS or row.mark is not None]
     low, high = min(row.interval[0] for row in rows), max(row.interval[1] for row in rows)
-    name, seconds = ("s", 1.0) if low >= 1 else ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
+    unit, unit_seconds = ("s", 1.0) if low >= 1 else ("ms", 1e-3) if high >= 1e-3 else ("µs", 1e-6)
     intervals = [
         IntervalRow(
             row.candidate.describe() + (f" ({row.mark})" if row.mark else ""),
-            f"{format_rate(row.seconds / seconds)} {name}{format_next_run(row.speed.relative_half_width)}",
+            f"{format_rate(row.seconds / unit_seconds)} {unit}{format_next_run(row.speed.relative_half_width)}",
             row.told,
-            row.seconds / seconds,
-            row.interval[0] / seconds,
-            row.interval[1] / seconds,
+            row.seconds / unit_seconds,
+            row.interval[0] / unit_seconds,
+            row.interval[1] / unit_seconds,
             row.arm,
             row.mark or "",
         )
@@ -382,14 +391,15 @@ def _steps(report: Report) -> Chart | None:
     ]
     is_free = report.study.request["effective_batch"] is None
     what = "time a sample" if is_free else "time of an optimizer step"
-    return Chart(draw_intervals(f"{what} ({name})", intervals), left_out=len(every) - len(rows))
+    return Chart(draw_intervals(f"{what} ({unit})", intervals), left_out=len(all_rows) - len(rows))
 
 
 def _stack(
     title: str, key: str, parts: Sequence[Part], marks: Sequence[BarMark], more: Sequence[Sequence[str]] = ()
 ) -> Chart:
-    """Return a stacked bar with its table: name, size, share and, if any, ``more`` cells of each part."""
+    """Return a stacked bar with its table: name, size and share of each part, and then its ``more`` cells, if any."""
     total = sum(part.size for part in parts)
+    # A little more than the largest value, so that a mark there is not cut off.
     whole = max([total, *(mark.at for mark in marks)]) * 1.005
     draw, cells = drawings(), more or [()] * len(parts)
     return Chart(
@@ -403,7 +413,7 @@ def _stack(
 
 
 def _memory(report: Report, best: BestView, prediction: MemoryPrediction) -> Chart:
-    """Return the chart of predicted memory at the peak."""
+    """Return the chart of the winner's memory at its peak: predicted parts, and marks for measured peak and ceiling."""
     names = [*_ANATOMY, *(name for name in prediction.anatomy if name not in _ANATOMY)]
     parts = [
         Part(name, size, series_class(number), format_bytes(size))
@@ -424,6 +434,7 @@ def _memory(report: Report, best: BestView, prediction: MemoryPrediction) -> Cha
 def _times(best: BestView, step: StepTime) -> Chart:
     """Return the chart of GPU time in a step of the winner: predicted parts, measured total."""
     measured = best.measured
+    # Seconds by kind of operation. Kernel names do not tell all kinds apart, so alike ones are merged to compare.
     measured_kinds = merge_kinds(dict(measured.gpu_seconds_by_kind or ()))
     predicted = merge_kinds(step.gpu_seconds_by_kind) if measured_kinds else step.gpu_seconds_by_kind
     kinds = sorted(predicted.items(), key=lambda kind: -kind[1])
@@ -438,14 +449,14 @@ def _times(best: BestView, step: StepTime) -> Chart:
     if rest > 0:
         parts.append(Part("all other", rest, "spare", format_seconds(rest)))
         measured_seconds.append(whole - sum(measured_seconds))
-    busy = best.limit.gpu_busy_share
-    computes = None if busy is None else busy * measured.step_seconds
+    busy_share = best.limit.gpu_busy_share
+    busy_seconds = None if busy_share is None else busy_share * measured.step_seconds
     marks = [BarMark(f"measured step {format_seconds(measured.step_seconds)}", measured.step_seconds, "ceiling-line")]
-    if computes is not None:
-        marks.append(BarMark(f"GPU computes, measured {format_seconds(computes)}", computes, "mark"))
+    if busy_seconds is not None:
+        marks.append(BarMark(f"GPU computes, measured {format_seconds(busy_seconds)}", busy_seconds, "mark"))
     added = [(format_seconds(each), f"{each / whole:.1%}") for each in measured_seconds] if measured_kinds else []
     chart = _stack("The GPU's time in a step", "time", parts, marks, added)
-    compared = [("A step", step.seconds, measured.step_seconds), ("the GPU computes", step.gpu_seconds, computes)]
+    compared = [("A step", step.seconds, measured.step_seconds), ("the GPU computes", step.gpu_seconds, busy_seconds)]
     told = "; ".join(
         f"{name} {format_seconds(guess)} predicted"
         + (", not measured" if real is None else f", {format_seconds(real)} measured ({guess / real - 1:+.1%})")
@@ -455,7 +466,7 @@ def _times(best: BestView, step: StepTime) -> Chart:
 
 
 def _limit(best: BestView) -> Chart:
-    """Return the chart of what limits the winner's step."""
+    """Return the chart of what limits the winner's step: the shares in which the GPU computes, or waits."""
     limit = best.limit
     # A profiled step waits less than a timed one, so the shares may add up to slightly more than 1.
     shares = [("GPU computes", limit.gpu_busy_share, "s2"), ("waits for the host", limit.host_share, "s1")]
