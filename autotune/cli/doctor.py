@@ -234,7 +234,7 @@ def _reaches_hub() -> bool:
 
 
 def _folder_of(storage: str) -> Path | None:
-    """Return the folder of a SQLite file; ``None`` for a server's database, or an invalid location."""
+    """Return the folder of the studies' SQLite file; ``None`` for a server's database, or an invalid location."""
     try:
         path = resolve_location(storage).path
     except AutotuneError:

@@ -78,6 +78,8 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of the first word. Raises ``UsageError`` with similar names for a mistyped one."""
+        # A command of earlier versions.
         if args[0] == "agent":
             raise click.UsageError("there are no agents any more: autotune serve runs its searches itself", ctx)
         if args[0] not in _COMMANDS and not ctx.resilient_parsing:
@@ -87,10 +89,10 @@ class _LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. It ends quietly where the reader of its output has ended."""
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # The program that reads the output, such as head, has ended.
             _forget_output()
             return 0
 
@@ -167,6 +169,7 @@ def _ended_by_signals() -> Iterator[None]:
 def _exit_code(arguments: Sequence[str] | None) -> int:
     """Run the command and return its exit code. Print errors that the user can act on."""
     try:
+        # Without standalone mode, click returns the code of ``ctx.exit``, and raises errors.
         returned = cli.main(arguments, prog_name="autotune", standalone_mode=False)
         return returned if isinstance(returned, int) else 0
     except AutotuneError as error:

@@ -21,6 +21,7 @@ Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]
 
 
 def _models(_: click.Context) -> Iterable[tuple[str, str]]:
+    """Yield each name of the built-in models, with a description."""
     from autotune.models.catalog import entries
 
     for entry in entries():
@@ -91,6 +92,7 @@ class _Parsed(click.ParamType[Any]):
         self._read = kind.read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        # A default may be parsed already.
         if not isinstance(value, str):
             return value
         try:
@@ -151,6 +153,7 @@ def _click_option(option: Option, command: str) -> Callable[[Callable[..., Any]]
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    """Print the help with all options and exit, where ``--help-all`` is given."""
     if is_asked and not ctx.resilient_parsing:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())

@@ -68,7 +68,7 @@ class ConsoleView:
 
 
 class View(Narrator, ConsoleView):
-    """Prints the progress of a search."""
+    """The view of a search: its ``Narrator`` side is told of the progress and prints it here."""
 
     def __init__(self, console: Console) -> None:
         ConsoleView.__init__(self, console)

@@ -77,7 +77,7 @@ class SpeedChart:
 
     @property
     def ceiling_words(self) -> str:
-        """The label of the ceiling."""
+        """The label of the memory ceiling, and of the line below it that leaves the headroom."""
         cap = f"ceiling {format_bytes(self.cap_bytes)}"
         if self.leaves_ceiling_out:
             return f"{cap}, far to the right"
@@ -191,11 +191,12 @@ def plot_trials(report: Report) -> Any:
         raise InvalidRequestError("a plot needs matplotlib, which is not installed", how_to_add("plot"))
     axes = importlib.import_module("matplotlib.pyplot").subplots(layout="constrained")[1]
     chart = speed_chart(report)
-    most = max((p.peak_bytes for p in chart.points), default=0) if chart.leaves_ceiling_out else chart.cap_bytes
-    unit, name = (GIB, "GiB") if most >= 2 * GIB else (MIB, "MiB")
+    axis_end = max((p.peak_bytes for p in chart.points), default=0) if chart.leaves_ceiling_out else chart.cap_bytes
+    unit, name = (GIB, "GiB") if axis_end >= 2 * GIB else (MIB, "MiB")
     for number in range(len(chart.arms)):
         _plot_arm(axes, chart, number, unit)
     if chart.leaves_ceiling_out:
+        # Nothing is drawn, but the legend names the ceiling.
         axes.plot([], [], linestyle="", label=chart.ceiling_words)
     else:
         axes.axvline(chart.cap_bytes / unit, color="tab:red", label=chart.ceiling_words)
@@ -244,7 +245,7 @@ def _plot_arm(axes: Any, chart: SpeedChart, number: int, unit: int) -> None:
         markerfacecolor="white",
         zorder=3,
     )
-    # Candidates that ran out have no speed. They are stacked at the ceiling.
+    # Candidates that ran out have no speed: they are stacked at the ceiling, at shares of the height of the axes.
     heights = [0.03 * (place + 1) for place, over in enumerate(chart.over) if over.arm == number]
     axes.plot(
         [chart.cap_bytes / unit] * len(heights),

@@ -290,6 +290,7 @@ def _passing_notes(export: Export) -> Iterator[str]:
     if source is not None and export.framework != "trainer":
         yield from hand_over(source, export.arguments, export.candidate)
         for key, size in (export.rehearsal.loader_batches if export.rehearsal is not None else {}).items():
+            # A key such as ``/home/me/train.py:12#0`` says which loader made on a line it is.
             at = os.path.basename(key.rpartition("#")[0])
             yield f"set by hand: batch_size of the validation DataLoader at {at} = {size}"
         return
@@ -464,6 +465,7 @@ def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
     if not workload.get("peft"):
         return {}
     task = {"task_type": PEFT_TASKS[workload["task"]]} if workload["task"] in PEFT_TASKS else {}
+    # The classifier of an image model is new, so it is trained whole.
     head = {"modules_to_save": ["classifier"]} if workload["task"] == "image-classification" else {}
     return {**Workload.from_document(dict(workload)).lora_arguments(), **task, **head}
 

@@ -55,6 +55,7 @@ def over_line_gib(outcome: Outcome, ceiling: Ceiling, arm: Arm | None = None) ->
     if isinstance(outcome, Completed):
         return outcome.measurement.excess_bytes(arm or Arm(), ceiling) / GIB
     if isinstance(outcome, OutOfMemory) and not outcome.disturbed:
+        # At least a byte, so that it is infeasible also where no headroom is asked for.
         return max(1, ceiling.headroom_bytes, (outcome.peak_reserved_bytes or 0) - ceiling.line_bytes) / GIB
     return None
 

@@ -61,10 +61,10 @@ def own_arguments(source: TrainingSource, candidate: Candidate) -> OwnArguments:
 
 
 def _loader_settings(candidate: Candidate) -> dict[str, int]:
-    """Return the data loader settings of a candidate; workers or prefetch of 0 or ``None`` are left out."""
+    """Return those of ``workers`` and ``prefetch`` (of the data loader) that a candidate sets."""
     arm = candidate.arm
     values = {"workers": arm.dataloader_num_workers, "prefetch": arm.dataloader_prefetch_factor}
-    return {what: value for what, value in values.items() if value}
+    return {setting: value for setting, value in values.items() if value}
 
 
 def flags(source: TrainingSource, arguments: Mapping[str, Any]) -> dict[str, str]:

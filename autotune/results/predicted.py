@@ -179,19 +179,19 @@ def _decode_leniently(document: Document, kind: type[T]) -> T:
 
 @dataclass(frozen=True)
 class PredictionDocument:
-    """What ``predict`` prints."""
+    """The document of ``autotune predict --json``."""
 
     predicted: bool
     accuracy: str
     speed_accuracy: str
     gpus: list[GpuPredictionDocument]
     arms: list[Any]
-    """Those of the first GPU."""
+    """The ``arms`` of the first GPU."""
 
 
 @dataclass(frozen=True)
 class RanksPredictionDocument(PredictionDocument):
-    """What ``predict`` prints where several GPUs train together."""
+    """The document of ``autotune predict --json`` where several GPUs train together."""
 
     ranks_accuracy: str
 
@@ -240,7 +240,7 @@ class PricesDocument:
 
 @dataclass(frozen=True)
 class AdviceDocument:
-    """What ``advise`` prints."""
+    """The document of ``autotune advise --json``: which GPUs to rent."""
 
     predicted: bool
     workload: dict[str, Any]

@@ -388,7 +388,7 @@ def _name(offer: Offer) -> str:
 
 
 def grade_lines(offers: list[Offer], quantize: str | None = None, optims: Sequence[str] = ()) -> list[str]:
-    """Return the meaning of each grade among the offers, and the accuracy for quantized weights."""
+    """Return how each grade of speed among the offers is known, and the accuracy of few-bit weights and optimizers."""
     grades = dict.fromkeys(offer.graded.grade for offer in offers if offer.graded is not None)
     few_bits = few_bits_lines(quantize, optims, has_speed=bool(grades.keys() - {"measured"}))
     return [*(f"{grade}: {_GRADES[grade]}." for grade in grades), *few_bits]

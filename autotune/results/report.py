@@ -136,13 +136,13 @@ class Report:
         return self.history.speed(trial.candidate) or Pool([alone]).speed(trial.candidate)
 
     def pooled(self, trial: TrialRecord | None) -> Measurement | None:
-        """Return a trial's measurement; if the candidate fits, with speed and peaks pooled over all its processes."""
+        """Return a trial's measurement; if its candidate fits, with speed and peaks of all its processes."""
         if trial is None or measurement(trial) is None:
             return None
-        found, speed = self.history.believed({trial.candidate}), self.speed(trial)
-        if not found or found[0].measurement is None or speed is None:
+        feasible, speed = self.history.believed({trial.candidate}), self.speed(trial)
+        if not feasible or feasible[0].measurement is None or speed is None:
             return measurement(trial)
-        return found[0].measurement.at_speed(speed.samples_per_second)
+        return feasible[0].measurement.at_speed(speed.samples_per_second)
 
     def tokens_per_second(self, measured: Measurement | None) -> float | None:
         """Return the mean tokens a second without padding; ``None`` where samples are not text."""

@@ -158,8 +158,8 @@ def utilization(report: Report, measured: Measurement, arm: Arm) -> float | None
     """Return the model FLOPs utilization (MFU) of a step; ``None`` where operations or peak rate are unknown.
 
     Matrix products, convolutions and attention of both passes count, without padding and recomputation. Where a trial
-    could not count them, the count of another trial with the same ``sparse_prediction`` is used. The peak rate is that
-    of the GPU's data sheet in this precision.
+    could not count them, as with compiled code, the count of another trial is used, with the same ``sparse_prediction``
+    (logits of labelled tokens only). The peak rate is that of the GPU's data sheet in this precision.
     """
     chip = chip_of_device(report.environment["device_name"])
     alike = (measurement(t) for t in report.trials if t.candidate.arm.sparse_prediction == arm.sparse_prediction)
@@ -276,7 +276,7 @@ def trial_view(report: Report, trial: TrialRecord) -> TrialView:
 
 
 def _with_all_processes(report: Report, trial: TrialRecord) -> TrialRecord:
-    """Return a completed trial with speed and peaks pooled over all processes of its candidate."""
+    """Return a trial; if it completed, with speed and peaks pooled over all processes of its candidate."""
     pooled = report.pooled(trial)
     if pooled is None or not isinstance(trial.outcome, Completed):
         return trial

@@ -26,7 +26,7 @@ _VERY_WIDE_SPREAD = 0.2
 
 
 def notes(report: Report) -> Iterator[str]:
-    """Yield the notes of a study, most important first."""
+    """Yield the notes of a study: reasons why its numbers may not hold for the user, most important first."""
     request, baseline = report.study.request, report.baseline
     best, measured = report.best, measurement(report.best)
     if best is not None and request["batch_multiple"] is None and best.candidate.per_device_train_batch_size % 8:
@@ -126,7 +126,7 @@ def _wide_promise(report: Report, best: TrialRecord) -> Iterator[str]:
 
 
 def _disturbances(report: Report) -> Iterator[str]:
-    """Yield a note on the number of disturbed trials, and on the winner if it was disturbed."""
+    """Yield a note on trials that other processes disturbed, and one if the winner was disturbed."""
     outcomes = [trial.outcome for trial in report.trials]
     disturbed = [each for each in outcomes if isinstance(each, Completed | OutOfMemory) and each.disturbed]
     if not disturbed:

@@ -100,7 +100,7 @@ def describe_data(workload: Document, *, padding_free: bool = False) -> str:
 
 
 def _describe_own(data: DataSpec, facts: DataFacts, seq_len: int, *, padding_free: bool) -> str:
-    """Return ``train.jsonl, 4,000 samples, 12 to 512 tokens (median 180), padded to the longest``."""
+    """Describe a user's data: ``train.jsonl, 4,000 samples, 12 to 512 tokens (median 180), padded to the longest``."""
     if facts.packed is not None:
         return f"{data.label}, {describe_packing(facts)}; batches are counted in rows"
     words = f"{data.label}, {facts.samples:,} samples"

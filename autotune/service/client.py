@@ -1,4 +1,4 @@
-"""Speak to a service over HTTP."""
+"""Send requests to a service over HTTP, and listen to its events."""
 
 from __future__ import annotations
 

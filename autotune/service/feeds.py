@@ -25,7 +25,6 @@ from autotune.store.queue import ENDED, JobEvent, JobRecord, TokenRecord
 # After so long the database is asked anew, for what happened without a notification: another process's writes.
 _POLL_SECONDS = 2.0
 _CHANGES_POLL_SECONDS = 5.0
-# A busy queue changes more often than anybody wants to look.
 _PAUSE_SECONDS = 0.5
 # A comment after so long keeps a connection open that a proxy would close.
 _SILENCE_SECONDS = 15.0
@@ -160,12 +159,13 @@ class Feeds:
             raise ServiceError(f"{MOST_LISTENERS} clients listen to events already", "try again later", status=429)
 
     async def changes(self, token: TokenRecord) -> AsyncIterator[bytes]:
-        """Yield a message at once and whenever the queue or the devices changed, as long as the token is valid."""
+        """Yield an event ``changed`` at once, and after changes of queue or devices, as long as the token is valid."""
         self._listeners_to_changes += 1
         try:
             while not self._searches.is_closing and self._access.knows(token):
                 changed = self._searches.changes.next_event(ANY_CHANGE)
                 yield _CHANGED
+                # A busy queue changes more often than anybody wants to look.
                 await asyncio.sleep(_PAUSE_SECONDS)
                 await wait_for(changed, _CHANGES_POLL_SECONDS)
                 await self._access.refresh()

@@ -52,7 +52,7 @@ class _Running:
 
 @dataclass
 class Runner:
-    """Runs the jobs of one service."""
+    """Runs a service's jobs (its queued searches and verifications) by an engine, and records what becomes of them."""
 
     store: Store
     storage: str
@@ -168,6 +168,7 @@ class Runner:
     def _start_next(self) -> bool:
         """Start the next job that free devices can run; return whether there was one."""
         for host in self.engine.hosts():
+            # Each offer is a group of equal devices.
             for offer, alike in offers_of(host):
                 free = [device for device in alike if self.job_on(host.name, device.uuid) is None]
                 job = self.store.queue.next_for(offer) if free else None

@@ -242,12 +242,13 @@ class Searches:
         return self.describe_all([job])[0]
 
     def _describe(self, job: JobRecord, waits: str | None) -> SearchDocument:
-        """Return the API's JSON document of a job; ``waits`` is the reason why it waits."""
+        """Return the API's JSON document of a job; ``waits`` is the reason why it waits, if it does."""
         path = f"/v1/searches/{job.id}"
         times = {name: getattr(job, name) for name in ("submitted_at", "started_at", "ended_at")}
         links = {name: f"{path}/{name}" for name in ("events", "trials", "report", "export")}
         return cast(
             "SearchDocument",
+            # Most fields are attributes of the job, under the same names.
             {name: getattr(job, name) for name in SearchDocument.__annotations__ if hasattr(job, name)}
             | {name: None if moment is None else moment.isoformat() for name, moment in times.items()}
             | {

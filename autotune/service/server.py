@@ -38,7 +38,7 @@ log = logging.getLogger("autotune.service")
 
 @dataclass(frozen=True)
 class Settings:
-    """How a service runs."""
+    """The options of a service, as ``autotune serve`` takes them."""
 
     storage: str
     host: str = "127.0.0.1"
@@ -225,7 +225,7 @@ def _listen(settings: Settings) -> socket.socket:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line."""
+    """Formats log records as lines of JSON, one object each."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record as one line of JSON."""

@@ -1,4 +1,4 @@
-"""Compare searches that have ended: any number of them, ranked only where they search the same."""
+"""Compare searches that have ended, ranked among those of the same workload and effective batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True)
 class Compared:
-    """A search in a comparison."""
+    """A search in a comparison, with its study and winner."""
 
     job: JobRecord
     study: StudyView

@@ -20,7 +20,7 @@ CHECKED = "on"
 
 
 def fields_of(job: JobRecord) -> dict[str, str]:
-    """Return a job's request as fields of the form."""
+    """Return a job's request as the texts of the form's fields, by name; fields at their default are left out."""
     asked = {name: value for name, value in job.request.items() if name in BY_NAME}
     if device := _device(job.needs):
         asked["device"] = job.needs.gpu or device
@@ -33,7 +33,7 @@ def fields_of(job: JobRecord) -> dict[str, str]:
 
 def _device(needs: Needs) -> str | None:
     """Return the form's device for a job's needs; ``None`` for any."""
-    # The field for the number of GPUs then says that they are GPUs.
+    # With more than 1 in its field, ``gpus`` already says that they are GPUs.
     is_counted = needs.device_kind == "cuda" and needs.gpu is None and needs.count > 1
     return None if is_counted else needs.device_kind
 

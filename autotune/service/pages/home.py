@@ -42,7 +42,7 @@ router = APIRouter()
 
 @dataclass(frozen=True)
 class Row:
-    """A search in a list."""
+    """A search or verification as a row of a list."""
 
     job: JobRecord
     told: str
@@ -95,7 +95,7 @@ def rows_of(searches: Searches, jobs: Sequence[JobRecord]) -> list[Row]:
 def listing(
     visitor: Visitor, searches: Known, state: Chosen = "all",
     find: Annotated[str, Query(max_length=200)] = "", sort: JobOrder = "submitted", up: bool = False,
-    place: Annotated[int, Query(alias="page", ge=1, le=100_000)] = 1,
+    page_number: Annotated[int, Query(alias="page", ge=1, le=100_000)] = 1,
 ) -> Response:  # fmt: skip
     """List the searches of a state whose name, owner, model or device contains the text ``find``."""
     asked = {"state": state, "find": find, "sort": sort, "up": up}
@@ -104,7 +104,7 @@ def listing(
         containing=find.strip(),
         order=sort,
         is_ascending=up,
-        skip=(place - 1) * _ON_A_PAGE,
+        skip=(page_number - 1) * _ON_A_PAGE,
         most=_ON_A_PAGE + 1,
     )
 
@@ -118,7 +118,7 @@ def listing(
         asked=asked,
         states=list(_STATES),
         url=url,
-        place=place,
+        place=page_number,
         has_more=len(found) > _ON_A_PAGE,
     )
 
@@ -148,7 +148,7 @@ async def submit(request: Request, token: Submitter, searches: Known) -> Respons
 
 @router.get("/command", include_in_schema=False)
 def command(request: Request, token: Reader, searches: Known) -> JSONResponse:
-    """Return the form as a command, its error, and what the search would wait for."""
+    """Return as JSON the filled-in form as a command, its error, and why its search could not run now."""
     form = request.query_params
     answer: Document = {
         "command": command_of(form, str(request.base_url)),

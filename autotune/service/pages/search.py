@@ -96,7 +96,8 @@ def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: s
     is_verification = VERIFIES in job.request
     report = None if is_verification or searches.store.study(job.study) is None else searches.report(job)
     has_result = report is not None and job.state in ENDED and report.best is not None
-    made = make_export(report) if report is not None and has_result else None
+    exported = make_export(report) if report is not None and has_result else None
+    # The verification to show: this job, or the latest one of the study's winner.
     run = job if is_verification else None
     if has_result:
         run = latest_run(searches, job.study)
@@ -112,8 +113,10 @@ def _render_parts(searches: Searches, job: JobRecord, token: TokenRecord, url: s
         asked=None if is_verification else _asked(job, url),
         shown=None if report is None else study_page(_with_best_so_far(report)),
         to_come=_remaining_words(job, report),
-        exports=[(form, name, render(made, form).rstrip()) for form, name in _EXPORTS] if made is not None else None,
-        beside=beside_lines(made) if made is not None else (),
+        exports=[(form, name, render(exported, form).rstrip()) for form, name in _EXPORTS]
+        if exported is not None
+        else None,
+        beside=beside_lines(exported) if exported is not None else (),
         run=run,
         run_ended=run is None or run.state in ENDED,
         proof=searches.verification(run) if run is not None else None,
