@@ -55,10 +55,7 @@ def _refuse_with_server(given: Mapping[str, Any], *names: str) -> None:
 
 
 def resume_remotely(server: str, study: str, budget: Mapping[str, Any], *, as_json: bool) -> None:
-    """Continue a cancelled, failed or finished search on a service, with a new budget, and show it.
-
-    The recorded request is submitted again with the name of its study, which makes the service continue that.
-    """
+    """Continue a search on a service with a new budget, and show it: its request is submitted again for its study."""
     client = Client(server)
     search = client.request("GET", path_of(study))
     needs = {name: search["needs"][name] for name in ("gpu", "memory_bytes", "count") if search["needs"][name]}
@@ -79,10 +76,7 @@ def print_report(client: Client, search: str, *, as_json: bool) -> None:
 
 
 def follow_to_the_end(client: Client, search: Document, *, as_json: bool) -> None:
-    """Show a service's search from its beginning to its end, and print the result.
-
-    Raises the search's error. Ctrl-C ends the command, not the search.
-    """
+    """Show a service's search from its beginning to its end, and print the result. Raises the search's error."""
     name = shlex.quote(str(search["study"]))
     try:
         problem = _watch(client, search)

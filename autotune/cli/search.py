@@ -135,10 +135,7 @@ def search_and_print(
 def print_searched(
     ctx: click.Context, study: StudyRecord, report: Report, storage: str, *, as_json: bool, verifies: bool = False
 ) -> None:
-    """Print the result of an ended search, and verify it if asked to.
-
-    Exits with 130 if the search was interrupted. Raises ``TooNoisyError`` where noise hides which candidate is fastest.
-    """
+    """Print an ended search's result. Exit with 130 if interrupted; raise ``TooNoisyError`` if noise hides the best."""
     is_named = ctx.get_parameter_source("storage") is ParameterSource.COMMANDLINE
     # Commands that are suggested next need no --storage where it is not needed here.
     shown_storage = storage if is_named else None

@@ -107,7 +107,6 @@ def narrow_table_lines(
             rows = [[*row[:place], *row[place + 1 :]] for row in rows]
             lines = table_lines(head, rows, right)
     excess = max(map(len, lines)) - columns
-    # The other columns stay as they are, so this one must give up the whole excess.
     width = max(len(row[wrapped_column]) for row in (head, *rows)) - excess
     if excess <= 0 or width < _LEAST_WIDTH:
         return lines

@@ -461,7 +461,7 @@ def _accelerate_config(export: Export) -> str:
 
 
 def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of peft's ``LoraConfig`` for a recorded workload."""
+    """Return the arguments of peft's ``LoraConfig`` for a recorded workload; empty if that trains without adapters."""
     if not workload.get("peft"):
         return {}
     task = {"task_type": PEFT_TASKS[workload["task"]]} if workload["task"] in PEFT_TASKS else {}
@@ -471,7 +471,7 @@ def _lora_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bits_arguments(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``BitsAndBytesConfig`` for a recorded workload, with names of dtypes."""
+    """Return the arguments of ``BitsAndBytesConfig`` for a recorded workload, dtypes by name; empty without any."""
     if not workload.get("quantize"):
         return {}
     arguments = Workload.from_document(dict(workload)).bits_arguments()

@@ -198,8 +198,8 @@ def _shapes(measured: Measurement | None) -> ShapesDocument | None:
     """Return the JSON of a trial's batch shapes; ``None`` where they were not measured."""
     if measured is None or measured.shapes_seen is None:
         return None
-    each, in_steps = measured.new_shape_seconds, measured.new_shapes_in_steps
-    return ShapesDocument(measured.epoch_shapes, each, measured.shapes_seen, in_steps)
+    seconds_each, in_steps = measured.new_shape_seconds, measured.new_shapes_in_steps
+    return ShapesDocument(measured.epoch_shapes, seconds_each, measured.shapes_seen, in_steps)
 
 
 def trial_document(view: TrialView) -> Document:

@@ -85,8 +85,8 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
             f"train with them: {function}(autotune.LoopConfig(**json.load(open('settings.json')))), the file from "
             "--format json",
             *(
-                f"set by hand: {_LOADER[what]} of the training DataLoader{at_loader} = {value}"
-                for what, value in _loader_settings(candidate).items()
+                f"set by hand: {_LOADER[setting]} of the training DataLoader{at_loader} = {value}"
+                for setting, value in _loader_settings(candidate).items()
             ),
             *tf32,
         ]
@@ -103,7 +103,7 @@ def hand_over(source: TrainingSource, arguments: Mapping[str, Any], candidate: C
         ),
         "mixed_precision": "mixed_precision of the Accelerator",
         "precision": "precision of Fabric" if kind == "fabric" else "precision of the Trainer",
-        **{_NAMES[kind][what]: f"{named} of the training DataLoader" for what, named in _LOADER.items()},
+        **{_NAMES[kind][setting]: f"{name} of the training DataLoader" for setting, name in _LOADER.items()},
     }
     for argument, value in by_hand.items():
         if argument == "gradient_checkpointing":

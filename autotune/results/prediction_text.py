@@ -77,11 +77,7 @@ _GRADES = {
 def prediction_lines(
     gpus: Sequence[GpuPredictionDocument], *, all_batches: bool, anatomy: bool, columns: int | None = None
 ) -> list[str]:
-    """Return the predictions for each GPU, and a comparison of several GPUs, as tables at most ``columns`` wide.
-
-    With ``all_batches`` each batch has a row, else the best of each configuration; with ``anatomy`` there are columns
-    for the parts of the peak memory.
-    """
+    """Return tables of the predictions for each GPU, with ``anatomy`` also the parts of each peak, and a comparison."""
     lines = []
     for gpu in gpus:
         lines += [*gpu_lines(gpu, all_batches=all_batches, anatomy=anatomy, columns=columns), ""]
@@ -166,11 +162,7 @@ def gpu_lines(gpu: GpuPredictionDocument, *, all_batches: bool, anatomy: bool, c
 
 
 def _is_no_better_than_twin(arm: ArmPrediction, arms: Sequence[ArmPrediction]) -> bool:
-    """Return whether an arm with ``sync_each_batch`` fits no batch that does not also fit without it.
-
-    ``sync_each_batch`` (gradients are reduced in each micro-step) costs speed and saves memory. Where it saves nothing,
-    the arm is not shown.
-    """
+    """Return whether an arm reduces gradients in each micro-step to save memory, and what fits also fits without."""
     plain = replace(arm.arm, sync_each_batch=False)
     twins = [other for other in arms if other.arm == plain]
     if not arm.sync_each_batch or not twins:
@@ -234,7 +226,7 @@ def unknown_line(calls: dict[str, int], share: float) -> str:
 
 
 def time_lines(arms: Sequence[ArmPrediction], *, all_batches: bool) -> list[str]:
-    """Return the predicted times of an optimizer step, and its GPU time by kind of work, largest first."""
+    """Return a table of predicted times: of an optimizer step, and of the kinds of GPU work in it, largest first."""
     steps = [
         (arm, batch)
         for arm in arms
@@ -242,12 +234,12 @@ def time_lines(arms: Sequence[ArmPrediction], *, all_batches: bool) -> list[str]
         if isinstance(batch, TimedBatchDocument)
     ]
     totals: dict[str, float] = {}
-    shares: dict[str, float] = {}
+    largest_shares: dict[str, float] = {}
     for _, speed in steps:
         for kind, seconds in speed.gpu_seconds_by_kind.items():
             totals[kind] = totals.get(kind, 0.0) + seconds
-            shares[kind] = max(shares.get(kind, 0.0), seconds / speed.gpu_seconds)
-    kinds = sorted((kind for kind in totals if shares[kind] > _LEAST_SHARE), key=lambda kind: -totals[kind])
+            largest_shares[kind] = max(largest_shares.get(kind, 0.0), seconds / speed.gpu_seconds)
+    kinds = sorted((kind for kind in totals if largest_shares[kind] > _LEAST_SHARE), key=lambda kind: -totals[kind])
     rows = []
     for arm, speed in steps:
         cells = [speed.gpu_seconds_by_kind.get(kind, 0.0) for kind in kinds]

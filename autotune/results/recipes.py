@@ -51,6 +51,7 @@ def _render_recipe(report: Report, export: Export, form: Recipe) -> str:
     settings = makers[form](export, report.workload)
     # The version of transformers beside the other trainers is unknown: what only newer ones do is left out, too.
     left_out = sorted(export.applied_settings if form == "trl" else applied_settings(export.candidate.arm))
+    # axolotl has a name for one of the two settings of this lever.
     if form == "axolotl" and export.candidate.arm.non_blocking:
         left_out.append("logging_nan_inf_filter")
     lines = [f"for {_NAMES[form]}; add your data and what else it needs", *beside_lines(export, None)]

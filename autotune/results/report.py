@@ -266,7 +266,7 @@ _REQUEST = ("effective_batch", "world_size", "objective", "batch_multiple", "mea
 
 
 def _problem(report: Report) -> str | None:
-    """Return the problem of an incomplete record in words; ``None`` for a complete record."""
+    """Return what is missing or wrong in the record of a study, in words; ``None`` for a sound record."""
     request = report.study.request
     for what, document, parts in (
         ("environment", report.environment, _ENVIRONMENT),

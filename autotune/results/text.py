@@ -107,10 +107,7 @@ def _speed_words(speed: Speed, unit: str) -> str:
 
 
 def _memory_line(view: StudyView, best: BestView) -> str:
-    """Return the winner's peak memory and the headroom below the cap (torch's limit), in words.
-
-    Its peak is reserved memory. With expandable segments it is allocated memory, and the trial's own limit is told.
-    """
+    """Return the winner's peak (reserved; allocated with expandable segments) and headroom below the cap, in words."""
     ceiling = view.report.ceiling
     cap, spare = ceiling.cap_bytes, best.headroom_bytes or 0
     headroom = f"headroom {format_bytes(spare)} ({spare / cap:.0%})"

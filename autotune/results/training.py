@@ -152,10 +152,7 @@ def watched_line(runs_file: str) -> str | None:
 
 
 def _source(report: Report, recorded: TrainingSource | None, given: Sequence[str], export: Export) -> TrainingSource:
-    """Return the code to train: of the ``given`` command, else the ``recorded`` one as its files are now.
-
-    Raises ``InvalidRequestError`` where the command does not fit the study, or is needed and missing.
-    """
+    """Return the code to train: the given command, else the recorded one. Raises an error if it cannot be used."""
     name = shlex.quote(report.study.name)
     if recorded is not None and recorded.kind != "script":
         if given:

@@ -87,7 +87,7 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def _look_notes(report: Report) -> Iterator[str]:
-    """Yield notes on untrained parameters, and on how the winner's training differs from the requested one."""
+    """Yield notes on untrained parameters, and on what the look (at the winner's beside the asked training) found."""
     yield from _untrained_note(report)
     look = report.study.look
     if look is None:
@@ -95,6 +95,7 @@ def _look_notes(report: Report) -> Iterator[str]:
     yield from look.sentences
     if look.unknown is not None:
         yield f"whether the winner's training is the one asked for was not looked at: {look.unknown}"
+    # The rehearsal runs what comes after a run's first steps, such as an evaluation.
     if look.rehearsal is not None:
         yield from (*look.rehearsal.alarms, *look.rehearsal.sentences)
     yield from (f"left out, since it is another training: {each}" for each in look.ruled_out)

@@ -205,6 +205,7 @@ def _boundary_lines(report: Report, best: TrialRecord) -> Iterator[str]:
     request, samples, batch = report.study.request, report.samples, best.candidate.per_device_train_batch_size
     is_max_batch = request["objective"] == "max-batch"
     larger = [trial for trial in report.trials if trial.candidate.per_device_train_batch_size > batch]
+    # A larger batch that completed was over the line, or it would have won.
     too_large = [
         trial
         for trial in larger

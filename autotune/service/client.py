@@ -207,10 +207,7 @@ class Client:
         )
 
     def events(self, search: str, after: int = 0) -> Iterator[StreamedEvent]:
-        """Yield the events of a search numbered above ``after``, until its end.
-
-        A lost connection is made again for a minute. Raises ``ServiceError`` after that, or if the service refuses.
-        """
+        """Yield a search's events above number ``after`` to its end. Raises ``ServiceError`` if it cannot reconnect."""
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:
             try:

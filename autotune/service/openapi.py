@@ -206,10 +206,7 @@ _PRIORITY: Document = {"type": "integer", "minimum": 0, "maximum": 10, "default"
 
 
 def describe_api(app: FastAPI) -> Document:
-    """Return the OpenAPI description of an application.
-
-    Raises ``KeyError`` for a route whose responses are not in ``_ANSWERS``.
-    """
+    """Return the OpenAPI description of an application. Raises ``KeyError`` for a route that is not in ``_ANSWERS``."""
     described = get_openapi(
         title="autotune", version=app.version, description="Searches for training configurations.", routes=app.routes
     )

@@ -275,10 +275,7 @@ def show_verification(verification: str, token: Reader, searches: Known) -> Docu
 
 
 def _describe(searches: Searches, job: JobRecord) -> Document:
-    """Return the JSON of a verification: its job; its result, once it has one, as JSON and as lines of text.
-
-    ``missed`` is the error of the command line where the training was slower than promised.
-    """
+    """Return the JSON of a verification: its job, its result as JSON and as text, and the error of a missed promise."""
     result = searches.verification(job) or {}
     fields = {"verification": result.get("verification"), "lines": result.get("lines"), "missed": result.get("problem")}
     return {**searches.describe(job), **fields}

@@ -154,7 +154,7 @@ class Runner:
                 while not self._is_closing and self._start_next():
                     pass
             except Exception as error:
-                # The database may have recorded a start although its answer was lost.
+                # The database may have recorded a start without an answer: look at its running jobs again.
                 self._is_settled = False
                 # A database that does not answer needs no traceback.
                 if isinstance(error, StorageError):
@@ -350,6 +350,7 @@ class Runner:
         else:
             is_lost = end["state"] == "lost"
             self.lost += is_lost
+            # What is lost as the service ends does not count towards the attempts after which a job has failed.
             self._put_back(job, end.get("why") or "its process was ended", is_lost=is_lost and not self._is_closing)
 
     def _end(self, job: JobRecord, state: Any, problem: Document | None) -> None:

@@ -192,12 +192,12 @@ class Searches:
         """Return a line for the result of each finished job, by id."""
         finished = [job for job in jobs if job.state == "finished"]
         new = [job for job in finished if job.id not in self._result_lines]
-        known = self.store.names_of({job.study for job in new}) if new else set()
+        recorded = self.store.names_of({job.study for job in new}) if new else set()
         for job in new:
             line = None
             if VERIFIES in job.request:
                 line = self._line_of_verification(job)
-            elif job.study in known:
+            elif job.study in recorded:
                 line = self._line_of_study(job)
             if line is not None:
                 # Only lines that exist are kept: a study without a result may go on, and have one later.

@@ -163,10 +163,7 @@ def _axis_label(across: Scale, label: str) -> str:
 
 
 def draw_speed_chart(chart: SpeedChart, key: str) -> Markup:
-    """Draw speed against peak memory: a marker for each trial, the ceiling, ``×`` for out of memory.
-
-    ``key`` begins the ids of the drawing's elements, which must be unique in a page.
-    """
+    """Draw speed against peak memory: trials, the ceiling, ``×`` for out of memory. ``key`` begins ids of elements."""
     height = _PLOT_HEIGHT
     unit, name = (GIB, "GiB") if _memory_scale(chart, 1).high >= 2 * GIB else (MIB, "MiB")
     across = _memory_scale(chart, unit)

@@ -52,7 +52,7 @@ def cancel(search: str, token: Writer, searches: Known) -> Response:
 
 @router.post("/searches/{search}/again")
 def again(search: str, token: Submitter, searches: Known) -> Response:
-    """Queue the search again: measured anew after a result, else continued."""
+    """Queue the search again: measured anew after a result, or if it is another's; else continued."""
     job = searches.job(search)
     if VERIFIES in job.request:
         same = {"study": job.request[VERIFIES], "steps": job.request.get("steps"), "priority": job.priority}
