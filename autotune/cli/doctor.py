@@ -102,6 +102,7 @@ def torch_checks(said: dict[str, Any]) -> Iterator[Check]:
     if "version" not in said:
         yield Check("torch", "wrong", said["error"], "install it again: pip install --force-reinstall torch")
         return
+    # CUDA does not show a GPU that is split by MIG, only its instances.
     gpus = [device for device in list_devices() if device.kind == "cuda" and device.mig_uuids is None]
     cuda = said["cuda"]
     found = f"{said['version']}, {f'CUDA {cuda}' if cuda else 'without CUDA'}"

@@ -69,6 +69,7 @@ class _LazyGroup(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of a command, and return the command; ``None`` for an unknown name."""
         module = _COMMANDS.get(cmd_name)
         if module is None:
             return None

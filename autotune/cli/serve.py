@@ -122,6 +122,7 @@ def cancel(search: str, server: str | None) -> None:
     from autotune.service.client import path_of
 
     job = _client(server).request("DELETE", path_of(search))
+    # One that runs is asked to end, which it does soon.
     outcome = "is cancelled" if job["state"] in ("cancelled", "running") else f"has ended before: {job['state']}"
     click.echo(f"the search {shlex.quote(job['study'])} {outcome}", err=True)
 
@@ -154,7 +155,7 @@ def add(name: str, role: Role, storage: str) -> None:
     """Make a token and print it; it is not shown again."""
     from autotune.store.opening import open_store
 
-    # Also before the first start, so that a service under systemd prints no token into a log.
+    # A missing database is made: a service that finds a token in it prints none at its first start, as into a log.
     with open_store(storage) as store:
         click.echo(store.queue.add_token(name, role))
 

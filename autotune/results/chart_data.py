@@ -167,14 +167,14 @@ def step_rows(report: Report) -> list[StepRow]:
     Without a given effective batch, steps differ in size, so times are those of a sample.
     """
     arms, marks = _arms(report), _marks(report)
-    per_sample = report.study.request["effective_batch"] is None
+    is_per_sample = report.study.request["effective_batch"] is None
     last = {trial.candidate: trial for trial in report.trials if measurement(trial) is not None}
     marked = {trial.candidate: mark for trial_id, mark in marks.items() if (trial := report.trial(trial_id))}
     rows = []
     for candidate in dict.fromkeys([*(tried.candidate for tried in report.history.believed()), *marked]):
         speed = report.speed(last.get(candidate))
         if speed is not None:
-            samples = 1 if per_sample else candidate.samples_per_step
+            samples = 1 if is_per_sample else candidate.samples_per_step
             rows.append(StepRow(candidate, arms.index(candidate.arm), samples, speed, marked.get(candidate)))
     return sorted(rows, key=lambda row: row.seconds)
 

@@ -66,6 +66,7 @@ def frozen_trials(study: StudyRecord, records: Iterable[TrialRecord]) -> list[Fr
     values: dict[str, set[Any]] = {BATCH: set()}
     if study.state == "running":
         values |= {row.name: set() for row in LEVERS if row.is_optunas}
+    # The accumulation follows from the batch.
     for name in {name for _, own in settings for name in own} - {"gradient_accumulation_steps"}:
         found = {own.get(name) for _, own in settings}
         varies = len(found) > 1 or name in values

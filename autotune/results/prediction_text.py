@@ -162,7 +162,7 @@ def gpu_lines(gpu: GpuPredictionDocument, *, all_batches: bool, anatomy: bool, c
 
 
 def _is_no_better_than_twin(arm: ArmPrediction, arms: Sequence[ArmPrediction]) -> bool:
-    """Return whether an arm reduces gradients in each micro-step to save memory, and what fits also fits without."""
+    """Return whether an arm with ``sync_each_batch``, which saves memory, fits only where it fits without that, too."""
     plain = replace(arm.arm, sync_each_batch=False)
     twins = [other for other in arms if other.arm == plain]
     if not arm.sync_each_batch or not twins:
@@ -172,7 +172,7 @@ def _is_no_better_than_twin(arm: ArmPrediction, arms: Sequence[ArmPrediction]) -
 
 
 def _which_fit(arms: Sequence[ArmPrediction]) -> str:
-    """Return a sentence on the strategies that fit, each with its largest batch."""
+    """Return a sentence on the strategies of several GPUs (such as DDP) that fit, each with its largest batch."""
     each = []
     for strategy in dict.fromkeys(arm.strategy for arm in arms):
         own = [arm for arm in arms if arm.strategy == strategy]

@@ -133,6 +133,7 @@ def promise_of(report: Report, runs_file: str | None) -> Promise | None:
     line_bytes, tokens = report.ceiling.line_bytes, measured.tokens_per_sample
     used = utilization(report, measured, arm)
     promise = Promise(speed.samples_per_second, low, high, line_bytes, tokens, used, runs_file)
+    # New shapes of batches are compiled or captured in the first steps, which are not compared with the promise.
     is_prepared_by_shape = measured.batches_vary and (arm.torch_compile or arm.cuda_graphs)
     return replace(promise, warm_steps=_SHAPED_STEPS) if is_prepared_by_shape else promise
 

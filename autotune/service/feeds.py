@@ -151,6 +151,7 @@ class Feeds:
         self._searches = searches
         self._access = access
         self._followed: dict[str, _Feed] = {}
+        """By the job's id."""
         self._listeners_to_changes = 0
 
     def check_room(self) -> None:

@@ -97,6 +97,7 @@ class Runner:
         with self._guard:
             running = self._running.get(job_id)
         if running is not None:
+            # ``_start`` sees this if the engine has not started it yet.
             running.is_cancelled = True
             if running.run is not None:
                 running.run.cancel()

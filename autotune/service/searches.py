@@ -96,6 +96,7 @@ class Searches:
             _check_same(known, submission, idempotency_key)
         if known is not None:
             return known, False
+        # One device of each group of equal devices is checked.
         offers = [each for host in self.engine.hosts() for each in offers_of(host)]
         fitting = [alike[0] for offer, alike in offers if offer.meets(submission.needs)]
         check_against(submission, fitting, self.codes)

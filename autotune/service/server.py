@@ -218,7 +218,7 @@ def _listen(settings: Settings) -> socket.socket:
             f"the service cannot listen on {settings.host}:{settings.port}: {reason.lower()}",
             "choose another --port, or end what uses it",
         ) from error
-    # Accepted connections inherit it. asyncio sets it only on sockets that were made with the number of the protocol.
+    # Accepted connections inherit TCP_NODELAY, which asyncio sets only on sockets made with the protocol's number.
     # Without it the kernel holds the body of an answer back until the client has acknowledged the head, 40 ms later.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

@@ -167,7 +167,7 @@ def command(request: Request, token: Reader, searches: Known) -> JSONResponse:
 
 @router.get("/parts/home", include_in_schema=False)
 async def home_parts(request: Request, token: Reader, searches: Known) -> HTMLResponse:
-    """Return the changing parts of the page."""
+    """Return the changing parts of the first page."""
     return HTMLResponse(await _rendered_parts(request, searches))
 
 

@@ -72,7 +72,7 @@ def verify(search: str, token: Submitter, searches: Known) -> Response:
 
 @router.get("/parts/searches/{search}")
 async def parts(request: Request, search: str, token: Reader, searches: Known) -> HTMLResponse:
-    """Return the changing parts of the page."""
+    """Return the changing parts of a search's page."""
     # The part depends on all of these: buttons on the token, and the shown command on the URL.
     url = str(request.base_url)
     key = f"{token.role} {token.name} {url} {search}"
