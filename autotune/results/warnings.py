@@ -301,8 +301,8 @@ def _why_no_multiple_of_8(report: Report, best: TrialRecord) -> str:
     tried = [trial for trial in report.trials if trial.candidate.per_device_train_batch_size % 8 == 0]
     if not tried and report.study.stop_reason is not StopReason.NOTHING_LEFT:
         return "the search ended before one of those was tried"
-    if any(isinstance(trial.outcome, Failed) for trial in tried):
-        return "none of those completed"
     if any(report.feasible(trial) and trial.candidate != best.candidate for trial in tried):
         return "those that were measured were no faster"
+    if any(isinstance(trial.outcome, Failed) for trial in tried):
+        return "none of those completed"
     return "those that divide the effective batch do not fit" if effective else "no multiple of 8 fits"

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from recorded import fault
 from reported import BASELINE, BF16, CEILING, ENVIRONMENT, FP16, FP32, OVER, WINNER, WORKLOAD, completed, report, trial
 
 from autotune.core.candidate import Arm, Candidate
@@ -52,6 +53,12 @@ def test_what_others_disturbed_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> 
         made.check_is_told()
     little = dataclasses.replace(slowed, others_share=0.1)
     assert report(BASELINE, WINNER, trial(2, FP16, 32, little)).too_noisy is None
+
+
+def test_a_failure_does_not_hide_that_other_multiples_of_8_were_measured() -> None:
+    best = trial(1, BF16, 4, completed(310.0))
+    made = report(BASELINE, best, trial(2, BF16, 8, completed(290.0)), trial(3, FP16, 8, fault()))
+    assert "the per-device batch is 4, not a multiple of 8: those that were measured were no faster" in notes(made)
 
 
 @pytest.mark.parametrize(("steps", "is_told"), [((0.1, 0.1, 0.1), True), ((0.05, 0.3, 0.1), False)])
