@@ -223,7 +223,8 @@ def sharding_notes(winner: Candidate) -> Iterator[str]:
 
 
 def _own_code_notes(report: Report) -> Iterator[str]:
-    """Yield notes where the user's own code, with another batch or precision, is another training."""
+    """Yield notes on the user's own code: what it does beside its steps, and otherwise with other settings."""
+    request, baseline, measured = report.study.request, report.baseline, measurement(report.best)
     interface = report.source.interface if report.source is not None else CodeInterface()
     if baseline is not None and report.workload["task"] == "own" and request["effective_batch"] is not None:
         own = dataclasses.replace(baseline.candidate, arm=Arm()).samples_per_step * request["world_size"]
