@@ -1,4 +1,4 @@
-"""Decide how long a trial measures, and when it is ended."""
+"""Decide how many steps and seconds a trial measures, and after how many seconds it is stopped."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from autotune.tuning.request import SearchRequest
 
 # Target half-width of the baseline: a speed-up need not be exact, and the defaults are often the slowest trial.
 _BASELINE_SPREAD = 0.03
-# A candidate slower than this fraction of the best is not measured further, where processes deviate by less than that.
+# A trial ends early where its candidate has less than this share of the best speed. Where equal processes differ more,
+# the share is smaller.
 _BEHIND = 0.85
-# With ``non_blocking`` only timed steps wait for the GPU: up to 1.65 times as long (GPT-2 on texts, H200). A choice.
-_WAITING = 1.7
+# With ``non_blocking``, steps that are timed one by one wait for the GPU, and take up to 1.65 times as long as untimed
+# ones (GPT-2 on texts, H200). A choice.
+_TIMED_STEP_FACTOR = 1.7
 # Final trials may take this many times longer where the machine is noisy; where it is quiet, a few steps are enough.
 # Four steps of an LLM on a busy host were 5 % off the mean of a hundred.
 _FINAL_TIMES = 3
@@ -54,42 +56,48 @@ _FINAL_STEPS = 20
 def effort_of(
     request: SearchRequest, candidate: Candidate, stage: Stage, best: Tried | None, history: History
 ) -> Effort:
-    """Return how long a candidate's trial measures; a search trial ends early where it is far behind ``best``."""
+    """Return how many steps and seconds a trial of a candidate measures in this stage of the search.
+
+    In the stage ``search``, a trial ends early where the candidate is far slower than ``best``, the best trial so far.
+    """
     effort = patience(request.effort, candidate.arm)
     if stage == "final" or candidate.arm.torch_compile:
-        # A candidate that compiles is measured so at once, since a second trial would compile again.
-        sustains = request.device.kind == "cuda"
+        # A candidate that compiles is measured as in a final trial at once: a second trial would compile again.
+        is_gpu = request.device.kind == "cuda"
         effort = replace(
             effort,
             min_steps=max(effort.min_steps, _FINAL_STEPS),
-            max_steps=max(_FINAL_TIMES * effort.max_steps, _SUSTAINED_STEPS if sustains else 0),
-            min_seconds=_SUSTAINED_SECONDS if sustains else 0.0,
+            max_steps=max(_FINAL_TIMES * effort.max_steps, _SUSTAINED_STEPS if is_gpu else 0),
+            min_seconds=_SUSTAINED_SECONDS if is_gpu else 0.0,
             max_seconds=_FINAL_TIMES * effort.max_seconds,
             max_micro_steps=_final_micro_steps(candidate, effort, history),
         )
-        return _profiled(effort, request, candidate, history)
+        return _with_profiled_step(effort, request, candidate, history)
     if request.objective == "max-batch":
         return effort
     if stage == "baseline":
+        # The defaults are only what speed-ups are relative to, so that a step less is exact enough for them. A script's
+        # own settings are also where its search begins.
         effort = replace(effort, min_steps=effort.min_steps - 1, target_spread=_BASELINE_SPREAD)
-        # The defaults are a yardstick alone. A script's own settings are where its search begins.
-        return effort if request.workload.source is None else _profiled(effort, request, candidate, history)
-    effort = _profiled(effort, request, candidate, history)
+        return effort if request.workload.source is None else _with_profiled_step(effort, request, candidate, history)
+    effort = _with_profiled_step(effort, request, candidate, history)
     if best is None or best.measurement is None:
         return effort
     speed = history.speed(best.candidate)
-    doubt = speed.next_process.half_width(CONFIDENCE) if speed is not None else 0.0
-    slower = min(_BEHIND, math.exp(-doubt))
-    behind = candidate.samples_per_step / (slower * best.measurement.samples_per_second)
+    # Half of the confidence interval of the best's speed in another process, as a logarithm.
+    half_width = speed.next_process.half_width(CONFIDENCE) if speed is not None else 0.0
+    share = min(_BEHIND, math.exp(-half_width))
+    step_seconds = candidate.samples_per_step / (share * best.measurement.samples_per_second)
     if candidate.arm.non_blocking:
-        behind *= _WAITING
-    return replace(effort, behind_step_seconds=behind)
+        step_seconds *= _TIMED_STEP_FACTOR
+    return replace(effort, behind_step_seconds=step_seconds)
 
 
-def _profiled(effort: Effort, request: SearchRequest, candidate: Candidate, history: History) -> Effort:
-    """Return the effort with a step that measures the GPU's busy share, where rules and the report need it.
+def _with_profiled_step(effort: Effort, request: SearchRequest, candidate: Candidate, history: History) -> Effort:
+    """Return the effort with one step more, under torch's profiler, that measures the share of time the GPU is busy.
 
-    Not for a smaller batch than one measured: it keeps the GPU no busier, and is seldom the winner.
+    The rules of the search and the report need the share. A smaller batch than a measured one of the arm goes without:
+    it keeps the GPU no busier, and is seldom the winner.
     """
     if request.device.kind != "cuda":
         return effort
@@ -102,22 +110,26 @@ def _profiled(effort: Effort, request: SearchRequest, candidate: Candidate, hist
 
 
 def _final_micro_steps(candidate: Candidate, effort: Effort, history: History) -> int:
-    """Return how many micro-steps to run: all, or as many as take no longer than a final trial's step should."""
+    """Return how many micro-steps of a step a final trial runs: all that ``_LONGEST_FINAL_STEP_SECONDS`` are enough for.
+
+    The candidate's speed so far tells how long they take; where it is unknown, all are run.
+    """
     speed = history.speed(candidate)
-    whole = candidate.gradient_accumulation_steps
+    every = candidate.gradient_accumulation_steps
     if speed is None:
-        return whole
-    micro_seconds = candidate.per_device_train_batch_size / speed.samples_per_second
-    return max(effort.max_micro_steps, min(whole, int(_LONGEST_FINAL_STEP_SECONDS / micro_seconds)))
+        return every
+    micro_step_seconds = candidate.per_device_train_batch_size / speed.samples_per_second
+    return max(effort.max_micro_steps, min(every, int(_LONGEST_FINAL_STEP_SECONDS / micro_step_seconds)))
 
 
 def timeout_seconds(
     request: SearchRequest, parameters: int, candidate: Candidate, effort: Effort, history: History
 ) -> float:
-    """Return the trial's timeout in seconds: a limit, plus generous times for its steps.
+    """Return the trial's timeout in seconds: a limit for the time before its steps, plus generous times for the steps.
 
-    The limit is the user's, or grows with the model. Where no speed is known, the times follow from what a step
-    computes; a limit of the user's is then the timeout.
+    The limit is the user's, else it grows with the model, which has so many ``parameters``. The steps' times follow
+    from the candidate's speed so far, else from what a step computes. Where no speed is known, a limit of the user's
+    alone is the timeout.
     """
     limit = _USUAL_SECONDS if request.trial_timeout_seconds is None else request.trial_timeout_seconds
     if request.trial_timeout_seconds is None:
@@ -125,8 +137,8 @@ def timeout_seconds(
         compiles_itself = source is not None and source.interface.compiles
         limit += _COMPILE_SECONDS if compiles(candidate.arm) or compiles_itself else 0.0
         limit += parameters / _BUILT_PARAMETERS_PER_SECOND
-    run = min(candidate.gradient_accumulation_steps, effort.max_micro_steps)
-    samples = run * candidate.per_device_train_batch_size
+    micro_steps = min(candidate.gradient_accumulation_steps, effort.max_micro_steps)
+    samples = micro_steps * candidate.per_device_train_batch_size
     speed = history.speed(candidate)
     if speed is not None:
         step_seconds = _TIMEOUT_TIMES * samples / speed.samples_per_second
@@ -136,6 +148,7 @@ def timeout_seconds(
         step_seconds = operations / _LEAST_RATE[request.device.kind]
     else:
         return limit
-    most = min(effort.max_steps, 2 + _TIMEOUT_TIMES * effort.max_seconds / step_seconds)
-    limit += (effort.warmup_steps + effort.busy_steps + most) * step_seconds
+    # At least two steps are measured, however long they take.
+    most_steps = min(effort.max_steps, 2 + _TIMEOUT_TIMES * effort.max_seconds / step_seconds)
+    limit += (effort.warmup_steps + effort.busy_steps + most_steps) * step_seconds
     return min(limit, _MOST_SECONDS) if speed is None else limit

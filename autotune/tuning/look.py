@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from autotune.tuning.prepare import Prepared
 
 Ask = Callable[[LookWork], LookAnswer | str]
-"""Runs the first steps of some settings, or says why not; raises ``TrialServerError`` where no process can."""
+"""Trains one step with each candidate of the work, or says in words why not; may raise ``TrialServerError``."""
 
 # Settings that do not change what one process computes.
 _BESIDE = (
@@ -37,12 +37,13 @@ _BESIDE = (
 )  # fmt: skip
 _DIVIDE = "trainer.model_accepts_loss_kwargs = False has a Trainer divide that leaves it to the model"
 _SMALL = 2
-"""Samples of the smaller micro-batch of a look, where the settings have as many: what a batch shares shows in two."""
+"""Samples of the smaller of the compared batches, where the settings allow it. What depends on the other samples of a
+batch, as its padding does, shows in two."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a look at a winner found."""
+    """The result of comparing a winner's training with the requested one."""
 
     look: Look
     levers: tuple[str, ...] = ()
@@ -50,22 +51,27 @@ class Verdict:
 
 
 def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return two splits in batch and accumulation, with equally many samples, to compare two candidates.
+    """Return a small (batch, accumulation) for the requested candidate and one for the winner, to compare one step.
 
-    The order of the batch sizes stays, and so does whether each accumulates.
+    Both steps have equally many samples. The candidate with the larger batch keeps the larger one, and accumulates only
+    where both do.
     """
     batches = asked.per_device_train_batch_size, winner.per_device_train_batch_size
+    # Two micro-steps show what accumulation changes as well as more would.
     if batches[0] == batches[1]:
         split = min(_SMALL, batches[1]), min(2, winner.gradient_accumulation_steps)
         return split, split
     small = min(_SMALL, *batches)
-    both = min(2, asked.gradient_accumulation_steps, winner.gradient_accumulation_steps)
-    one, other = (small, 2 * both), (2 * small, both)
-    return (one, other) if batches[0] < batches[1] else (other, one)
+    accumulation = min(2, asked.gradient_accumulation_steps, winner.gradient_accumulation_steps)
+    of_smaller, of_larger = (small, 2 * accumulation), (2 * small, accumulation)
+    return (of_smaller, of_larger) if batches[0] < batches[1] else (of_larger, of_smaller)
 
 
 def simplified_for_look(arm: Arm, *, as_measured: bool) -> Arm:
-    """Return an arm on one device and, unless ``as_measured``, in float32 without compilation."""
+    """Return an arm (the settings without batch) on one device and, unless ``as_measured``, in float32, uncompiled.
+
+    In float32, rounding hardly hides a difference between two trainings.
+    """
     if as_measured:
         return without(arm, _BESIDE)
     plain = changed(without(arm, _BESIDE), precision="fp32", torch_compile=False)
@@ -77,7 +83,7 @@ def simplified_for_look(arm: Arm, *, as_measured: bool) -> Arm:
 
 
 class Looker:
-    """Looks at winners of one search."""
+    """Compares the first optimizer step of a search's winners with a step of the settings that the user requested."""
 
     def __init__(
         self,
@@ -94,10 +100,12 @@ class Looker:
         is_batch_free: bool = False,
         has_fixed_split: bool = False,
     ) -> None:
-        """Prepare to compare winners with ``asked``, the settings that the user requested.
+        """Prepare to compare winners with ``asked``, the settings that the user requested, by the processes of ``ask``.
 
-        ``is_unmodified``: these are the settings of the user's own code. ``has_fixed_split``: the code decides a part
-        of batch and accumulation itself, so that both stay as they are.
+        ``cap_bytes`` limits torch's allocator. ``is_own``: the user's own code is trained. ``is_unmodified``: ``asked``
+        are that code's settings. ``has_fixed_split``: the code decides a part of batch and accumulation itself, so that
+        both stay as they are. ``is_batch_free``: the user requested no effective batch. ``as_measured`` keeps precision
+        and compilation.
         """
         self._ask, self._asked = ask, asked
         self._is_unmodified, self._is_own, self._is_batch_free = is_unmodified, is_own, is_batch_free
@@ -113,51 +121,56 @@ class Looker:
             try:
                 verdict = self._verdict(winner)
             except _TooLargeError as error:
-                self._work = dataclasses.replace(self._work, layers=error.layers)
+                self._work = dataclasses.replace(self._work, layers=error.args[0])
             except _UnknownError as error:
                 verdict = Verdict(Look(unknown=str(error)))
         look = dataclasses.replace(verdict.look, seconds=round(time.monotonic() - began, 3))
         return dataclasses.replace(verdict, look=look)
 
     def _verdict(self, winner: Candidate) -> Verdict:
-        """Compare the first steps of both settings, and find the lever that causes a difference."""
-        split, winners = self._splits(winner)
+        """Compare the first step of the winner's settings with the requested one, and find what causes a difference.
+
+        Each lever is tried alone, then the winner's batch. Raises ``_UnknownError`` where nothing can be compared, and
+        ``_TooLargeError`` where the model needs fewer layers for it.
+        """
+        split, winners_split = self._splits(winner)
         is_measured = self._work.as_measured
         arm, winners_arm = (simplified_for_look(each.arm, as_measured=is_measured) for each in (self._asked, winner))
-        # The fields in which the two differ, without the optimizer and what is part of another field.
-        names = [field.name for field in dataclasses.fields(Arm)]
-        differing = [name for name in names if name != "optim" and getattr(arm, name) != getattr(winners_arm, name)]
+        # The optimizer acts after the gradients that are compared.
+        names = [field.name for field in dataclasses.fields(Arm) if field.name != "optim"]
+        differing = [name for name in names if getattr(arm, name) != getattr(winners_arm, name)]
         levers = [name for name in differing if BY_NAME[name].part_of not in differing]
-        if not levers and split == winners:
+        if not levers and split == winners_split:
             return Verdict(Look())
-        own = Candidate(arm, *split)
-        asked, found = self._steps(own, [own, Candidate(winners_arm, *winners)])
-        if asked.weights != found.weights:
+        asked, simple_winner = Candidate(arm, *split), Candidate(winners_arm, *winners_split)
+        asked_step, winners_step = self._first_steps(asked, [asked, simple_winner])
+        if asked_step.weights != winners_step.weights:
             raise _UnknownError("its weights are other ones each time it is run; set a seed before the model is made")
-        one, other = asked.batch, found.batch
-        if one is not None and other is not None and not math.isclose(one, other, rel_tol=1e-9):
+        # Sums of all numbers that the model was given.
+        inputs = asked_step.batch, winners_step.batch
+        if inputs[0] is not None and inputs[1] is not None and not math.isclose(*inputs, rel_tol=1e-9):
             raise _UnknownError("another batch has other samples, or pads and masks them otherwise")
-        whole = difference(asked, found)
+        whole = difference(asked_step, winners_step)
         if whole is None:
             return Verdict(Look())
-        (again,) = self._steps(own, [own], noise=1)
-        if (random := difference(asked, again)) is not None:
+        # With another seed for dropout and the like: is the difference no more than chance?
+        (again,) = self._first_steps(asked, [asked], seed_offset=1)
+        if (random := difference(asked_step, again)) is not None:
             raise _UnknownError(f"the same settings give other gradients each time: a second run {random.words}")
-        alone = [changed(arm, **{name: getattr(winners_arm, name)}) for name in levers]
-        tried = [Candidate(each, *split) for each in alone]
-        tried += [Candidate(arm, *winners)] if split != winners else []
-        found_of = [difference(asked, step) for step in self._steps(own, tried)]
-        guilty = {name: each.words for name, each in zip(levers, found_of, strict=False) if each is not None}
-        of_split = found_of[-1] if split != winners else None
+        tried = [Candidate(changed(arm, **{name: getattr(winners_arm, name)}), *split) for name in levers]
+        tried += [Candidate(arm, *winners_split)] if split != winners_split else []
+        found = [difference(asked_step, step) for step in self._first_steps(asked, tried)]
+        guilty = {name: each.words for name, each in zip(levers, found, strict=False) if each is not None}
+        of_split = found[-1] if split != winners_split else None
         differs, cure = [], None
         if of_split is not None:
-            undivided = _undivided_loss(of_split, own, tried[-1], divides=found.divides)
-            cut_down = f"cut down to {_batch_in_words(tried[-1])} for {_batch_in_words(own)}, it {of_split.words}"
+            undivided = _undivided_loss(of_split, asked, tried[-1], divides=winners_step.divides)
+            cut_down = f"cut down to {_batch_in_words(tried[-1])} for {_batch_in_words(asked)}, it {of_split.words}"
             both = f"{_batch_in_words(winner)} is another training than {_batch_in_words(self._asked, winner)}"
             differs.append(f"{both}: {undivided or cut_down}")
             cure = _DIVIDE if undivided else self._options_keeping_batch()
         if not guilty and of_split is None:
-            lever = self._curing_lever(asked, own, Candidate(winners_arm, *winners), levers)
+            lever = self._curing_lever(asked_step, asked, simple_winner, levers)
             guilty = {lever: f"beside the other settings {whole.words}"} if lever else {}
         if not guilty and of_split is None:
             differs.append(
@@ -168,39 +181,46 @@ class Looker:
         return Verdict(Look(tuple(differs), cure, ruled_out), tuple(guilty))
 
     def _splits(self, winner: Candidate) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return batch and accumulation at which the requested settings and a winner's are compared."""
+        """Return (batch, accumulation) for the compared step of the requested settings, and of the winner's."""
         if self._has_fixed_split:
-            split, winners = (
+            split, winners_split = (
                 (each.per_device_train_batch_size, each.gradient_accumulation_steps) for each in (self._asked, winner)
             )
         else:
-            split, winners = small_splits(self._asked, winner)
+            split, winners_split = small_splits(self._asked, winner)
         # Where the batch is free, any batch is what was asked for.
-        return (winners if self._is_batch_free else split), winners
+        return (winners_split if self._is_batch_free else split), winners_split
 
-    def _curing_lever(self, asked: FirstStep, own: Candidate, winner: Candidate, levers: Sequence[str]) -> str | None:
-        """Return the first lever without which the winner's training is the requested one."""
+    def _curing_lever(
+        self, asked_step: FirstStep, asked: Candidate, winner: Candidate, levers: Sequence[str]
+    ) -> str | None:
+        """Return the first lever without which the winner's training is the requested one; ``None`` where none is.
+
+        ``asked_step`` is the first step of ``asked``. For levers that change the training only together.
+        """
         for name in levers:
-            other = changed(winner.arm, **{name: getattr(own.arm, name)})
+            without_lever = changed(winner.arm, **{name: getattr(asked.arm, name)})
             try:
-                (step,) = self._steps(own, [dataclasses.replace(winner, arm=other)])
+                (step,) = self._first_steps(asked, [dataclasses.replace(winner, arm=without_lever)])
             except _UnknownError:
                 continue
-            if difference(asked, step) is None:
+            if difference(asked_step, step) is None:
                 return name
         return None
 
-    def _steps(self, own: Candidate, candidates: Sequence[Candidate], noise: int = 0) -> list[FirstStep]:
-        """Return the first step of each candidate. ``own`` has the settings of the user's own code.
+    def _first_steps(self, asked: Candidate, candidates: Sequence[Candidate], seed_offset: int = 0) -> list[FirstStep]:
+        """Train one step with each candidate in trial processes, and return these steps.
 
-        Raises ``_UnknownError`` where a first step cannot be had.
+        ``asked`` has the requested settings, with which the user's own code runs unmodified. ``seed_offset`` changes
+        what is random within a step, such as dropout, and not the weights. Raises ``_UnknownError`` where a candidate
+        has no first step, ``_TooLargeError`` where the model does not fit.
         """
-        # The user's own code ends with its first step, so that each of its settings has a process of its own.
+        # The user's own code ends with its first step, so that each candidate needs a process of its own.
         jobs = [[each] for each in candidates] if self._is_own else [list(candidates)]
         steps: list[FirstStep] = []
         for job in filter(None, jobs):
-            unmodified = self._is_unmodified and job == [own]
-            work = dataclasses.replace(self._work, candidates=tuple(job), noise=noise, unmodified=unmodified)
+            unmodified = self._is_unmodified and job == [asked]
+            work = dataclasses.replace(self._work, candidates=tuple(job), noise=seed_offset, unmodified=unmodified)
             answer = self._ask(work)
             if isinstance(answer, str):
                 raise _UnknownError(answer)
@@ -220,7 +240,10 @@ class Looker:
 
 
 def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout_seconds: float) -> Looker:
-    """Return the comparison of a search's winners, run as jobs of a trial server and cached in a database."""
+    """Return what compares a search's winners with the request, by jobs of a trial server with cached ``answers``.
+
+    ``timeout_seconds`` ends a job, unless the request has a trial timeout.
+    """
     request, source = prepared.request, prepared.request.workload.source
 
     def ask(work: LookWork) -> LookAnswer | str:
@@ -248,7 +271,7 @@ def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout
 
 
 def _batch_in_words(candidate: Candidate, like: Candidate | None = None) -> str:
-    """Return batch × accumulation of a candidate in words, if possible with as many samples as ``like``."""
+    """Return ``batch × accumulation`` of a candidate, accumulated to as many samples as ``like`` has where possible."""
     batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
     if like is not None and like.per_device_train_batch_size * like.gradient_accumulation_steps % batch == 0:
         accumulation = like.per_device_train_batch_size * like.gradient_accumulation_steps // batch
@@ -256,12 +279,16 @@ def _batch_in_words(candidate: Candidate, like: Candidate | None = None) -> str:
 
 
 def _undivided_loss(of_split: Difference, asked: Candidate, other: Candidate, *, divides: bool) -> str | None:
-    """Say which training does not divide its loss by the accumulation; ``None`` where this explains no difference."""
+    """Say which training does not divide its loss by the accumulation; ``None`` where this explains no difference.
+
+    ``of_split`` is how the step of ``other`` differs from that of ``asked``, at another split in batch and
+    accumulation. ``divides``: autotune had the Trainer divide the loss of ``other``.
+    """
     if of_split.kind != "scale":
         return None
-    times, (one, more) = of_split.factor, (each.gradient_accumulation_steps for each in (asked, other))
-    grows = math.isclose(times * one, more, rel_tol=0.01)
-    if (grows and one > more) or (divides and math.isclose(times * one, 1, rel_tol=0.01)):
+    factor, before, after = of_split.factor, asked.gradient_accumulation_steps, other.gradient_accumulation_steps
+    grows = math.isclose(factor * before, after, rel_tol=0.01)
+    if (grows and before > after) or (divides and math.isclose(factor * before, 1, rel_tol=0.01)):
         return "the loss of the latter is not divided by its accumulation, and so many times as large"
     return "its loss is not divided by the accumulation, so that gradients grow with it" if grows else None
 
@@ -271,25 +298,24 @@ class _UnknownError(Exception):
 
 
 class _TooLargeError(Exception):
-    """A model does not fit in a look."""
-
-    def __init__(self, layers: int) -> None:
-        """``layers``: with how many it may."""
-        super().__init__(layers)
-        self.layers = layers
+    """A model does not fit in a look; with its first argument, a smaller number of layers, it may."""
 
 
 Rehearse = Callable[[Candidate, float], Rehearsal | None]
-"""Rehearses a winner after so many seconds of searching; ``None`` where its run is no more than its steps."""
+"""Runs once what a long run with the winner does beyond its first steps, after so many seconds of searching; ``None``
+where there is nothing beyond them."""
 
 # Share of the search's time that a part of a rehearsal may take, and its bounds in seconds. Choices.
 _SHARE, _LEAST_SECONDS, _MOST_SECONDS = 0.03, 2.0, 20.0
-# Each batch of an evaluation that is tried on several ranks starts them anew. A choice.
+# The next evaluation batch that is tried is smaller by this factor: each starts all ranks anew. A choice.
 _SMALLER_BY = 4
 
 
 def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Rehearse:
-    """Return the function that rehearses a long run with the winner, by a job of a trial server."""
+    """Return the function that rehearses a long run with the winner (evaluation, checkpoint …) in a trial process.
+
+    ``timeout_seconds`` ends it, unless the request has a trial timeout.
+    """
     request, source = prepared.request, prepared.request.workload.source
 
     def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
@@ -302,8 +328,8 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
             return None
         if ranks > 1 and (not is_trainer or candidate.arm.context_parallel > 1):
             return Rehearsal(problem="it trains on several devices")
-        of_server = server.placement.rank_devices
-        devices = dataclasses.replace(of_server, uuids=of_server.uuids[:ranks])
+        devices = server.placement.rank_devices
+        devices = dataclasses.replace(devices, uuids=devices.uuids[:ranks])
         work = RehearsalWork(
             candidate,
             devices,
@@ -327,7 +353,11 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
 
 
 def with_smaller_evaluation(found: Rehearsal, again: Callable[[int], Rehearsal]) -> Rehearsal:
-    """Return the rehearsal with a smaller evaluation batch, where ranks ran out of memory in the evaluation."""
+    """Return the rehearsal with a smaller evaluation batch, where ranks ran out of memory in the evaluation.
+
+    ``again`` repeats the rehearsal with an evaluation batch. Return ``found`` itself where no smaller batch fits, or
+    none is needed.
+    """
     asked = found.evaluation
     if found.failed_rank is None or asked is None or asked.whole is not None:
         return found
@@ -338,6 +368,7 @@ def with_smaller_evaluation(found: Rehearsal, again: Callable[[int], Rehearsal])
         evaluation = smaller.evaluation
         if evaluation is not None and evaluation.fits:
             settings = {**evaluation.settings, "per_device_eval_batch_size": batch}
-            told = dataclasses.replace(asked, settings=settings, with_settings=evaluation.whole)
-            return dataclasses.replace(smaller, evaluation=told)
+            # What was asked for and did not fit, and beside it what fits.
+            both = dataclasses.replace(asked, settings=settings, with_settings=evaluation.whole)
+            return dataclasses.replace(smaller, evaluation=both)
     return found
