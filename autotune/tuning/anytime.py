@@ -1,9 +1,9 @@
 """Propose levers on measured candidates, alone and together, once a search has its first answer.
 
-Levers interact, so every measured candidate is a place to try one: with graphs another precision may be the fastest,
-and compiled a larger batch fits. This module says which candidates there are. What they are worth is said by the
-acquisition of ``autotune.tuning.policy``, as it is of all others: expected improvement, times the probability that they
-run and fit, divided by the seconds of a trial.
+A lever is a setting that may speed a training up, such as CUDA graphs; a candidate is an arm (the values of all levers)
+at a batch. Levers interact, so every measured candidate is a place to try one: with graphs another precision may be the
+fastest, and compiled a larger batch fits. This module lists candidates; ``worth`` in ``autotune.tuning.policy`` values
+them as all others: expected improvement, times the probability that they run and fit, by the seconds of a trial.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ _LEAST_LIMIT_SECONDS, _LIMIT_TIMES = 60.0, 3.0
 _MOST_ROOTS = 8
 """Levers are considered on so many of the fastest candidates. A choice."""
 _SURELY, _PERHAPS = 0.9, 0.3
-"""Probabilities that a lever is broken: from the first on it is left out, from the second on another may stand in.
-
-Both are choices."""
+"""A lever that fails with the first probability is left out; from the second on, a substitute for it may be tried.
+Choices."""
 _ALONG = frozenset(("unpadded", "non_blocking"))
-"""Levers that others are tried with, and that are not named beside them."""
+"""Levers that every other lever is tried together with, so that messages do not name them."""
 _GRAPHS, _FEWER_LAYERS, _EXPANDABLE = "cuda_graphs", "checkpointed_layers", "expandable_segments"
 
 
@@ -48,7 +47,7 @@ class Idea:
     root: Candidate
     """The measured candidate that it differs from."""
     gain: float
-    """The most by which it may be faster than the best so far, as a factor: the upper end of what is expected."""
+    """By which factor it may be faster than the best so far: the upper end of the expected interval."""
     seconds: float
     """Expected seconds of its trial."""
 
@@ -60,6 +59,7 @@ class Idea:
     @property
     def name(self) -> str:
         """The levers, batch or checkpointing by which the candidate differs from its root, in words."""
+        # A lever that is part of another one, as a compiler's mode, names both.
         one, arm, before = self.candidate, self.candidate.arm, self.root.arm
         new = {name for name in PRIORS if getattr(arm, name) != getattr(before, name)} & levers_of(arm, PRIORS)
         wholes = {BY_NAME[name].part_of for name in new}
@@ -85,11 +85,12 @@ class Anytime:
 
     def __init__(self, space: Space) -> None:
         self._space = space
+        # Pinning to a core comes last, see ``Plan._next_due``.
         self._levers = space.late - {"cpu_affinity"}
         self._saving = frozenset(space.saving.arms) if space.saving is not None else frozenset()
 
     def leave_out(self, levers: Collection[str]) -> None:
-        """Propose some levers no more."""
+        """Propose these levers no more, since a trial showed that they change the training."""
         self._levers -= set(levers)
 
     @property
@@ -98,16 +99,23 @@ class Anytime:
         return bool(self._levers)
 
     def is_late(self, candidate: Candidate) -> bool:
-        """Return whether a candidate is only tried after the first answer: not with levers to save memory alone."""
+        """Return whether a candidate has levers that are only tried after the first answer.
+
+        Levers that merely save memory do not count: the search takes them before, where nothing fits without.
+        """
         arm = without(candidate.arm, self._levers & {_EXPANDABLE})
         return bool(levers_of(arm, self._levers)) and arm not in self._saving
 
     def has_time(self, seconds: float, spent_seconds: float) -> bool:
-        """Return whether a trial of ``seconds`` may begin after trials with levers took ``spent_seconds``."""
+        """Return whether a trial of ``seconds`` may begin after all trials with levers took ``spent_seconds``."""
         return spent_seconds + seconds <= _MOST_SECONDS
 
     def arms_that_save(self, history: History, among: Collection[Candidate]) -> list[Arm]:
-        """Return the best candidate's arm with each lever that saves memory, where memory limits that candidate."""
+        """Return the best candidate's arm with each lever that saves memory, so that their memory is predicted.
+
+        Empty where memory is no limit: the arm does not recompute, and its next larger batch may fit. The best is
+        ``among`` the candidates that may be recommended.
+        """
         best = history.winner(among)
         if best is None or not self._space.resorts:
             return []
@@ -127,7 +135,7 @@ class Anytime:
         best = history.winner(among)
         if best is None or history.pending:
             return None
-        model, value, chosen = SpeedModel(history), 0.0, best.candidate
+        model, largest_worth, chosen = SpeedModel(history), 0.0, best.candidate
         roots, further = dict[Candidate, Tried](), self.candidates(history, among)
         # To the best change, one lever more is added as long as that promises more for the time of the trial.
         while found := [
@@ -135,13 +143,14 @@ class Anytime:
         ]:
             values = worth(history, model, found, speed_of(best), usual_seconds)
             at = int(values.argmax())
-            if values[at] <= value:
+            if values[at] <= largest_worth:
                 break
-            value, chosen = float(values[at]), found[at]
+            largest_worth, chosen = float(values[at]), found[at]
             roots |= further
             further = self._with_one_more(history, chosen, roots[chosen])
         if chosen not in roots:
             return None
+        # Logarithms of the seconds a sample that GPU and host need, less their errors: a step takes the longer of both.
         gpu, gpu_error, host, host_error = (float(each[0]) for each in model.times([chosen]))
         most = 1 / (speed_of(best) * max(math.exp(gpu - gpu_error), math.exp(host - host_error)))
         return Idea(chosen, roots[chosen].candidate, most, usual_seconds + extra_seconds(history, chosen))
@@ -154,7 +163,7 @@ class Anytime:
         """
         judge, (failed, doubtful) = Judge(self._space, history), _failing(history)
         roots = sorted(history.believed(set(among)), key=speed_of, reverse=True)[:_MOST_ROOTS]
-        over = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
+        over_line = [tried for tried in history.tried if tried.measurement is not None and history.is_over(tried)]
         pairs = [(root, each) for root in roots for each in self._variants(history, root.candidate, failed, doubtful)]
         for root in roots:
             # Host-bound steps say little about precisions: in a CUDA graph, the faster one on the GPU may win.
@@ -163,8 +172,8 @@ class Anytime:
                 pairs += [(root, other)] if levers_of(other.arm, self._levers) else []
                 pairs += [(root, each) for each in self._variants(history, other, failed, doubtful)]
         if _EXPANDABLE not in failed:
-            pairs += [(root, each) for root in over if (each := judge.in_expandable_segments(root))]
-        for root in over:
+            pairs += [(root, each) for root in over_line if (each := judge.in_expandable_segments(root))]
+        for root in over_line:
             if levers_of(root.candidate.arm, self._levers):
                 pairs += [(root, each) for each in self._neighbours(root.candidate, larger=False, any_level=True)[:1]]
         found: dict[Candidate, Tried] = {}
@@ -182,36 +191,44 @@ class Anytime:
         return {each: root for each in further if self._may_be_tried(history, judge, root, each)}
 
     def _may_be_tried(self, history: History, judge: Judge, root: Tried, candidate: Candidate) -> bool:
-        """Return whether a candidate belongs to the space and may be tried now."""
+        """Return whether a candidate with a lever, which differs from the measured ``root``, is worth considering.
+
+        It is not where it is outside of the space, surely fails, is tried already, or cannot be the fastest.
+        """
         arm = candidate.arm
         is_compiled_anew = arm.torch_compile and not root.candidate.arm.torch_compile
         if is_compiled_anew and root.measurement and root.measurement.allocation_retries:
             # The allocator met the cap. With Qwen3-32B and QLoRA, what the compiler needs in addition did not fit then.
             return False
-        # Each new length may compile anew, so that there are to be few.
-        compiles_without_end = self._space.shapes_vary and arm.torch_compile and arm.length_multiple is None
-        if excluding(arm) or (compiles_without_end and "length_multiple" in self._levers):
+        # Each new length may compile anew, so that lengths have to be padded to few.
+        compiles_often = self._space.shapes_vary and arm.torch_compile and arm.length_multiple is None
+        if excluding(arm) or (compiles_often and "length_multiple" in self._levers):
             return False
         return self._space.contains(candidate) and judge.is_open(candidate) and not is_beaten(history, candidate)
 
     def _in_other_precisions(self, candidate: Candidate) -> list[Candidate]:
-        """Return a candidate in each other precision of the space, but those for which a faster one is among them."""
-        among = {arm.precision for arm in self._space.arms}
-        others = [changed(candidate.arm, precision=each) for each in sorted(among - {candidate.arm.precision})]
-        return [replace(candidate, arm=arm) for arm in others if faster_precision(arm) not in among - {arm.precision}]
+        """Return a candidate in each other precision of the space of which the space has no faster equivalent."""
+        precisions = {arm.precision for arm in self._space.arms}
+        others = [changed(candidate.arm, precision=each) for each in sorted(precisions - {candidate.arm.precision})]
+        return [
+            replace(candidate, arm=arm) for arm in others if faster_precision(arm) not in precisions - {arm.precision}
+        ]
 
     def _variants(
         self, history: History, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]
     ) -> Iterator[Candidate]:
-        """Yield variants: with one or two levers more, less that recomputes, or the next batch up or down."""
+        """Yield variants of a candidate: one or two levers more, fewer recomputing layers, the next batch up or down.
+
+        ``failed`` are the levers that surely fail here, ``doubtful`` those that may.
+        """
         rows = self._further_levers(candidate, failed, doubtful)
         for row in rows:
-            changed_one = self._with_lever(candidate, row, failed)
-            yield changed_one
+            with_one = self._with_lever(candidate, row, failed)
+            yield with_one
             if candidate.arm.gradient_checkpointing:
-                yield replace(changed_one, arm=changed(changed_one.arm, gradient_checkpointing=False))
+                yield replace(with_one, arm=changed(with_one.arm, gradient_checkpointing=False))
             for is_larger in (True, False):
-                yield from self._neighbours(changed_one, larger=is_larger)[:1]
+                yield from self._neighbours(with_one, larger=is_larger)[:1]
         for one, other in combinations(rows, 2):
             yield self._with_lever(self._with_lever(candidate, one, failed), other, failed)
         if _FEWER_LAYERS in self._levers - failed and candidate.arm.gradient_checkpointing:
@@ -226,24 +243,30 @@ class Anytime:
                 yield from (keeps, *self._neighbours(keeps, larger=False))
 
     def _with_lever(self, candidate: Candidate, row: Lever, failed: frozenset[str]) -> Candidate:
-        """Return a candidate with a lever, and with the settings that the lever is tried together with."""
-        arm = candidate.arm
+        """Return a candidate with the lever of a table's row, and with ``unpadded`` and ``non_blocking`` where useful.
+
+        Both go along with other levers, unless they ``failed`` here or are not searched.
+        """
+        arm, usable = candidate.arm, self._levers - failed
         if PRIORS[row.name].is_unmasked:
-            # Not pinned: a compiler has processes of its own, and a replayed graph needs no fast host.
-            may_be = "unpadded" in self._levers - failed
-            is_unpadded = may_be and arm.length_multiple is None and not arm.padding_free
-            arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or is_unpadded)
-        # Not waiting for the GPU costs nothing, and hides what other levers leave of the host's time.
-        arm = changed(arm, non_blocking=arm.non_blocking or "non_blocking" in self._levers - failed)
+            # Tracing a step makes the attention mask explicit, which slows attention: without padding it is dropped.
+            may_unpad = "unpadded" in usable and arm.length_multiple is None and not arm.padding_free
+            # Not pinned to a core: a compiler has processes of its own, and a replayed graph needs no fast host.
+            arm = changed(arm, cpu_affinity=False, unpadded=arm.unpadded or may_unpad)
+        # With ``non_blocking`` the host does not wait for the GPU. It costs nothing, and hides the host's time.
+        arm = changed(arm, non_blocking=arm.non_blocking or "non_blocking" in usable)
         return replace(candidate, arm=with_lever(arm, row.name, self._levers, self._space.multiples))
 
     def _further_levers(self, candidate: Candidate, failed: frozenset[str], doubtful: frozenset[str]) -> list[Lever]:
-        """Return the levers that a candidate may be given besides its own."""
+        """Return the rows of the levers that a candidate may be given besides its own."""
         rows = [row for row in LEVERS if row.name not in (*failed, _FEWER_LAYERS, _EXPANDABLE)]
         return [row for row in rows if self._can_add(row, candidate, doubtful)]
 
     def _can_add(self, row: Lever, candidate: Candidate, doubtful: frozenset[str]) -> bool:
-        """Return whether a candidate lacks a lever that is searched and has an effect beside its own settings."""
+        """Return whether a lever is searched, new to the candidate, and has an effect beside the candidate's settings.
+
+        A substitute for another lever is only added where the other one cannot be, or is ``doubtful``.
+        """
         late = {name for name in (row.name, row.part_of) if name in self._levers}
         if row.prior is None or not late or levers_of(candidate.arm, late | {row.name}):
             return False
@@ -260,7 +283,11 @@ class Anytime:
         return not self._levers.isdisjoint({name, row.part_of}) and name not in doubtful and not excluding(with_it)
 
     def _neighbours(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
-        """Return the arm at larger or smaller batches, of no lower multiple unless ``any_level``; the nearest first."""
+        """Return a candidate's arm at the larger or the smaller batches of the space, the nearest first.
+
+        A search takes batches that are multiples of a large number before others. Batches of a smaller such number than
+        the candidate's are left out, unless ``any_level``.
+        """
         batches, batch = self._space.batches, candidate.per_device_train_batch_size
         levels = [level for level in batches.levels() if any_level or level >= batches.level(batch)]
         ladder = sorted(each for level in levels for each in batches.at_level(level))
@@ -279,18 +306,18 @@ def _failing(history: History) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def gain_given(idea: Idea, history: History, among: Collection[Candidate]) -> float | None:
-    """Return the speed-up of an idea, as a factor; ``None`` where its trial has no speed.
+    """Return the speed-up that an idea's trial measured, as a factor; ``None`` where the trial has no speed.
 
-    That is its speed over the speed of its root, or over the best of ``among`` where the root left too little memory.
+    It is relative to the idea's root or, where the root left too little memory, to the best of ``among``.
     """
-    one, root = (next(reversed(history.outcomes_of(c)), None) for c in (idea.candidate, idea.root))
-    if one is None or one.measurement is None or root is None or root.measurement is None:
+    latest, root = (next(reversed(history.outcomes_of(c)), None) for c in (idea.candidate, idea.root))
+    if latest is None or latest.measurement is None or root is None or root.measurement is None:
         return None
     best = history.winner({*among} - {idea.candidate}) if history.is_over(root) else None
-    return _samples_per_second(history, one) / _samples_per_second(history, best or root)
+    return _samples_per_second(history, latest) / _samples_per_second(history, best or root)
 
 
 def _samples_per_second(history: History, tried: Tried) -> float:
-    """Return the pooled speed of a candidate, or that of one trial that left too little memory."""
+    """Return a candidate's speed over all its trials; that of ``tried`` alone where it left too little memory."""
     pooled = history.speed(tried.candidate)
     return pooled.samples_per_second if pooled is not None else speed_of(tried)

@@ -110,7 +110,7 @@ def _with_profiled_step(effort: Effort, request: SearchRequest, candidate: Candi
 
 
 def _final_micro_steps(candidate: Candidate, effort: Effort, history: History) -> int:
-    """Return how many micro-steps of a step a final trial runs: all that ``_LONGEST_FINAL_STEP_SECONDS`` are enough for.
+    """Return how many micro-steps of a step a final trial runs: as many as take ``_LONGEST_FINAL_STEP_SECONDS``.
 
     The candidate's speed so far tells how long they take; where it is unknown, all are run.
     """
