@@ -26,30 +26,20 @@ from autotune.core.units import lines_with_words
 
 # Left in place by torchrun, accelerate launch, MPI and Slurm wrappers; any of them makes the
 # Trainer believe that it is one of several ranks (accelerate.utils.get_int_from_env looks for them).
-_DISTRIBUTED = frozenset(
-    {
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "NODE_RANK",
-        "PMI_RANK",
-        "PMI_SIZE",
-        "MPI_LOCALRANKID",
-        "MPI_LOCALNRANKS",
-    }
-)
+_DISTRIBUTED = frozenset({
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "PMI_RANK",
+    "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+})  # fmt: skip
 _DISTRIBUTED_PREFIXES = ("MASTER_", "ACCELERATE_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "TORCHELASTIC_", "FSDP_",
                          "PARALLELISM_CONFIG_")  # fmt: skip
-# What is autotune's own stays with the process that searches: tokens, and addresses of databases with their passwords.
+# Prefix of autotune's own variables, which stay with the process that searches: they hold tokens, and addresses of
+# databases with passwords.
 _OWN_PREFIX = "AUTOTUNE_"
 _RAY_TOKENS = frozenset({"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"})
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables without all of autotune's own (``AUTOTUNE_…``) and without Ray's tokens."""
+    """Return environment variables for the user's code: without autotune's own (``AUTOTUNE_…``) and Ray's tokens."""
     return {
         name: value for name, value in variables.items() if name not in _RAY_TOKENS and not name.startswith(_OWN_PREFIX)
     }
@@ -58,10 +48,11 @@ def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
 def server_environment(
     placement: Placement, current: Mapping[str, str], *, offline: bool, own_code: bool = False
 ) -> dict[str, str]:
-    """Return the environment for a server that runs trials only on the devices of ``placement``.
+    """Return the environment of a process that trains only on the devices of ``placement``, made from ``current``.
 
-    Variables of autotune itself, of Ray's tokens and of distributed launchers are left out. ``offline`` keeps the hub
-    client from network requests. ``own_code`` leaves ``TOKENIZERS_PARALLELISM`` as it is.
+    Variables of autotune itself, of Ray's tokens and of distributed launchers are left out. ``offline`` keeps the
+    Hugging Face hub's client from network requests. ``own_code``: it trains the user's own code, which keeps its
+    ``TOKENIZERS_PARALLELISM``.
     """
     environment = {
         name: value
@@ -80,7 +71,7 @@ def server_environment(
     capability = placement.device.capability
     if capability is not None:
         environment[CAPABILITY_VARIABLE] = ".".join(map(str, capability))
-    # What this process can import; an empty entry means its working directory.
+    # The process can import what this one can; an empty entry means the working directory.
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     keep_compiled(environment)
     if offline:
@@ -106,7 +97,7 @@ class ChildProcess:
         Raises ``OSError`` where no process can be started.
         """
         read_fd, write_fd = os.pipe()
-        # In two steps, so that the process is known here where a signal ends its start.
+        # Made and started in two steps, so that it can be killed where a signal's exception interrupts the start.
         self._process = Popen.__new__(Popen)
         try:
             Popen.__init__(
@@ -151,7 +142,7 @@ class ChildProcess:
             return write_all(self._stdin.fileno(), json.dumps(message).encode() + b"\n", deadline)
 
     def read_to_end(self, deadline: float) -> bytes | None:
-        """Return everything that the process writes until its end; ``None`` after the deadline."""
+        """Return all bytes that the process writes to FD until its end; ``None`` where the deadline comes first."""
         said = b""
         while wait_until_ready([self.reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
             chunk = os.read(self.reports.fd, 1 << 16)
@@ -166,7 +157,7 @@ class ChildProcess:
             self._stdin.close()
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for the end and return the exit status; ``None`` after a timeout."""
+        """Wait for the process's end and return its exit status; ``None`` where it still runs after ``seconds``."""
         with contextlib.suppress(TimeoutExpired):
             return self._process.wait(seconds)
         return None
@@ -196,10 +187,11 @@ class ChildProcess:
 
 
 def tail(path: str | Path, lines: int = 3) -> str:
-    """Return the last non-empty lines of a log, joined; an empty string without a log."""
+    """Return the last ``lines`` lines with words of a log, joined by bars; an empty string without a log."""
     try:
         with open(path, "rb") as log:
             log.seek(0, os.SEEK_END)
+            # The last 8 KiB hold these lines.
             log.seek(max(0, log.tell() - 8192))
             text = log.read().decode(errors="replace")
     except OSError:
@@ -208,9 +200,9 @@ def tail(path: str | Path, lines: int = 3) -> str:
 
 
 def check_own_code(name: str, answer: Answer, log_path: Path, timeout_seconds: float) -> None:
-    """Raise ``TrainingSourceError`` where the user's own code did not reach its training.
+    """Raise ``TrainingSourceError`` where the user's own code, called ``name``, did not reach its training.
 
-    ``name`` is the code's, for messages. Without a problem in the answer, the message says how the process ended.
+    The message is the problem in the answer or, without one, says how the process ended.
     """
     if answer.problem is not None:
         message, hint = answer.problem.message, answer.problem.hint
@@ -225,8 +217,8 @@ def check_own_code(name: str, answer: Answer, log_path: Path, timeout_seconds: f
         message = f"{name} ended its process before it trained"
         hint = "it has to train in the process that it is started as, not in one in the background"
     log_path = Path(rank_log(str(log_path), answer.rank or 0))
-    last = tail(log_path)
-    where = f"its log {log_path} ends: {last}" if last else f"its log is {log_path}"
+    last_words = tail(log_path)
+    where = f"its log {log_path} ends: {last_words}" if last_words else f"its log is {log_path}"
     raise TrainingSourceError(message, "; ".join(filter(None, (hint, where))))
 
 
@@ -244,8 +236,10 @@ def how_it_ended(answer: Answer, log_path: str) -> str:
         return "it was still at work when its time limit was over"
     if answer.signal:
         return f"killed by {_signal_name(answer.signal)}"
-    last = tail(rank_log(log_path, answer.rank or 0))
-    return f"its process ended with exit code {answer.exit_code}{f'; its last words: {last}' if last else ''}"
+    last_words = tail(rank_log(log_path, answer.rank or 0))
+    return (
+        f"its process ended with exit code {answer.exit_code}{f'; its last words: {last_words}' if last_words else ''}"
+    )
 
 
 def _signal_name(number: int) -> str:
@@ -256,7 +250,7 @@ def _signal_name(number: int) -> str:
 
 
 def outcome_of(answer: Answer, timeout_seconds: float, log_path: str) -> Outcome:
-    """Return the outcome of a job from its process's answer, else from how the process ended."""
+    """Return the outcome of a trial: the result that its process sent, else a failure that says how it ended."""
     if answer.result is not None:
         try:
             return outcome_from_document(answer.result)
@@ -264,6 +258,7 @@ def outcome_of(answer: Answer, timeout_seconds: float, log_path: str) -> Outcome
             return Failed("malformed", str(error))
     if answer.problem is not None:
         return Failed("error", answer.problem.message)
+    # The phase of the trial in which it failed.
     during = answer.during
     if answer.refused is not None:
         return Failed("error", answer.refused, during)

@@ -24,6 +24,7 @@ class TrialJob:
     trial_id: str
     candidate: Candidate
     cap_bytes: int
+    """Limit on what torch's allocator may reserve."""
     effort: Effort
     seed: int
     timeout_seconds: float
@@ -31,14 +32,14 @@ class TrialJob:
     unmodified: bool = False
     """Run the user's own code with its own settings, not the candidate's."""
     placement: Placement | None = None
-    """Where to run: one of the executor's slots. ``None`` leaves that to the executor."""
+    """The devices to run on, one of the executor's slots. ``None``: the executor chooses a free slot."""
 
 
 class Executor(Protocol):
     """Runs trials, one in each slot at a time.
 
-    What happens to a trial is an outcome. What keeps all trials from running (no server can be started, the GPU is
-    lost) is an exception of ``submit`` or ``wait``.
+    A trial that fails ends with an outcome that says how. ``submit`` and ``wait`` raise only what keeps all trials from
+    running: ``TrialServerError`` where no server can be started, ``DeviceError`` where a GPU is lost.
     """
 
     @property
@@ -59,7 +60,7 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """Runs trials as processes of this host: one slot for each trial server."""
+    """Runs trials as processes of this host: one slot for each trial server, a process that forks them."""
 
     def __init__(self, servers: Sequence[TrialServer]) -> None:
         self._servers = tuple(servers)
@@ -87,6 +88,7 @@ class LocalExecutor:
         return job.trial_id
 
     def _free_server(self, placement: Placement | None) -> TrialServer:
+        """Return a server without a running trial, on these devices if any are given; else raise ``RuntimeError``."""
         busy = [running.server for running in self._running.values()]
         for server in self._servers:
             if server not in busy and placement in (None, server.placement):
@@ -110,10 +112,10 @@ class LocalExecutor:
             self._listen()
 
     def _listen(self) -> None:
-        """Wait until a server sends something or reaches its deadline."""
+        """Wait until a server sends something or reaches its deadline, and have each server take its messages."""
         servers = [running.server for running in self._running.values()]
-        seconds = min(server.seconds_left() or 0.0 for server in servers)
-        wait_until_ready([server.fd for server in servers if server.fd is not None], timeout_seconds=seconds)
+        timeout_seconds = min(server.seconds_left() or 0.0 for server in servers)
+        wait_until_ready([server.fd for server in servers if server.fd is not None], timeout_seconds=timeout_seconds)
         for server in servers:
             server.listen(0.0)
 
@@ -136,45 +138,47 @@ class _Running:
     job: TrialJob
     server: TrialServer
     kills_before: int | None
-    """``oom_kills`` before the trial."""
-    started: float = field(default_factory=time.monotonic)
+    """How many processes the kernel had ended for want of memory before the trial; ``None`` where it does not say."""
+    started_at: float = field(default_factory=time.monotonic)
     progress: list[tuple[float, Progress]] = field(default_factory=list)
     """The trial's progress reports, each with the ``time.monotonic`` of its arrival."""
 
     def outcome(self, answer: Answer) -> Outcome:
-        """Return the trial's outcome from its answer.
+        """Return the trial's outcome from the answer of its server.
 
-        A kill that the kernel counted means out of host memory. A timeout's message says how long the trial would have
-        needed.
+        A killed trial is out of host memory where the kernel counted one more process that it ended for that. A
+        timeout's message says how long the trial would have needed.
         """
         outcome = outcome_of(answer, self.job.timeout_seconds, self.job.log_path)
         kills_now = oom_kills()
         if isinstance(outcome, Failed) and outcome.reason == "killed" and kills_now != self.kills_before:
-            # The kernel's count has risen; it hardly killed another process in the same seconds.
+            # It hardly killed another process in the same seconds.
             count = (kills_now or 0) - (self.kills_before or 0)
             message = f"the kernel ended {count} process for want of host memory, this trial"
             return OutOfMemory(message, where="host", during=outcome.during)
         if isinstance(outcome, Failed) and outcome.reason == "timeout":
-            return replace(outcome, message=f"{outcome.message}{self._needed()}")
+            return replace(outcome, message=f"{outcome.message}{self._needed_seconds_in_words()}")
         return outcome
 
-    def _needed(self) -> str:
+    def _needed_seconds_in_words(self) -> str:
         """Return the end of a timeout's message: how long the trial would have needed, estimated from its steps.
 
-        It is empty where the trial had ended as many steps as it needed at least.
+        It is empty where the trial ended as many steps as any trial must: then a longer timeout was no help.
         """
         effort = self.job.effort
-        least = effort.warmup_steps + min(2, effort.max_steps) + effort.busy_steps
+        # A measurement takes two steps at least, one where ``max_steps`` is one.
+        fewest_steps = effort.warmup_steps + min(2, effort.max_steps) + effort.busy_steps
         # Keyed by step, since each of several ranks reports every step.
-        ended = list({progress.step: at for at, progress in self.progress if progress.step is not None}.values())
-        if not ended:
+        ended_at = list({progress.step: at for at, progress in self.progress if progress.step is not None}.values())
+        if not ended_at:
             return ", before its first step ended; --trial-timeout gives it longer"
-        if len(ended) >= least:
+        if len(ended_at) >= fewest_steps:
             return ""
-        training = max([self.started, *(at for at, progress in self.progress if progress.phase is not None)])
-        step_seconds = (ended[-1] - training) / len(ended)
-        seconds = ended[-1] - self.started + (least - len(ended)) * step_seconds
-        steps = f"{len(ended)} of at least {least} steps"
+        # The last phase that a trial reports is its training.
+        training_at = max([self.started_at, *(at for at, progress in self.progress if progress.phase is not None)])
+        step_seconds = (ended_at[-1] - training_at) / len(ended_at)
+        seconds = ended_at[-1] - self.started_at + (fewest_steps - len(ended_at)) * step_seconds
+        steps = f"{len(ended_at)} of at least {fewest_steps} steps"
         return f" with {steps} done: it would have needed about {seconds:.3g} s (--trial-timeout)"
 
 
@@ -188,7 +192,7 @@ def run_to_end(executor: Executor, job: TrialJob, progress: Callable[[Progress],
                 return report
             progress(report)
     except BaseException:
-        # Who stops waiting for a trial must not leave it running.
+        # A caller that is interrupted must not leave the trial running.
         executor.close()
         raise
 

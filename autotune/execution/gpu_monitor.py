@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections import Counter
@@ -23,7 +24,8 @@ from autotune.execution.executor import Executor, TrialJob
 _INTERVAL_SECONDS = 0.2
 # Drivers round the memory that processes hold; a smaller change is not due to a process.
 _SLACK_BYTES = 64 * 1024**2
-# The driver takes back the memory of a process a moment after its end. A neighbour is waited for longer, once.
+# The driver takes back the memory of a process a moment after its end. For the memory of a neighbour (a process of
+# somebody else's on the GPU) a search waits longer, once.
 _RETURN_SECONDS = 5.0
 _NEIGHBOUR_SECONDS = 60.0
 # A neighbour that computes less than this in per cent of the GPU's time costs no more than the noise of a measurement.
@@ -61,6 +63,7 @@ class WatchedExecutor:
         is_ending: Callable[[], bool] = lambda: False,
         presence: Presence | None = None,
     ) -> None:
+        """Watch trials that take ``context_bytes`` of CUDA context beside their cap; don't wait once ``is_ending``."""
         self._executor = executor
         self.slots = executor.slots
         self._context_bytes = context_bytes
@@ -74,6 +77,7 @@ class WatchedExecutor:
 
     def submit(self, job: TrialJob) -> str:
         """Wait for free memory, then submit and watch the trial. Raises ``DeviceError`` for a lost GPU."""
+        # A mark says how much other searches used the CPU until then; that of the trial's end is compared with it.
         if self._presence is not None:
             self._marks[job.trial_id] = self._presence.mark()
         needed_bytes = job.cap_bytes + self._context_bytes
@@ -83,13 +87,9 @@ class WatchedExecutor:
             # Every GPU is checked first: waiting for memory on one of them may take a minute.
             _check_is_there(gpu, current_session().condition(gpu.uuid))
         ready = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
-        trial_id = job.trial_id
-
-        def own_pids() -> frozenset[int]:
-            return self._executor.pids_of(trial_id)
-
+        own_pids = functools.partial(self._executor.pids_of, job.trial_id)
         watches = [_Watch(gpu, before, needed_bytes, own_pids) for gpu, before in ready if before is not None]
-        self._watches[trial_id] = watches
+        self._watches[job.trial_id] = watches
         return self._executor.submit(job)
 
     def wait(self) -> tuple[str, Progress | Outcome]:
@@ -98,7 +98,7 @@ class WatchedExecutor:
         return trial_id, report if isinstance(report, Progress) else _with_cpu_contention(self._judge(trial_id, report))
 
     def _judge(self, trial_id: str, outcome: Outcome) -> Outcome:
-        """Stop watching a trial, and return its outcome with disturbances by others."""
+        """Stop watching an ended trial, and return its outcome with what other processes did to it."""
         watches = self._watches.pop(trial_id, [])
         for watch in watches:
             watch.stop()
@@ -109,8 +109,8 @@ class WatchedExecutor:
             return outcome
         if not had_company(mark, self._presence.mark()):
             return outcome
-        why = "another search used this CPU"
-        return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), run_again=False)
+        disturbed = (*outcome.disturbed, "another search used this CPU")
+        return dataclasses.replace(outcome, disturbed=disturbed, run_again=False)
 
     def close(self) -> None:
         """See ``Executor.close``."""
@@ -122,38 +122,39 @@ class WatchedExecutor:
         self._executor.close()
 
     def _await_memory(self, gpu: Device, needed_bytes: int) -> Condition | None:
-        """Wait until a trial's memory is free, or as long as allowed; return the GPU's state, ``None`` if unknown.
+        """Wait until a trial's memory is free on a GPU, or as long as allowed; return the GPU's last state.
 
-        After one long wait in vain, later waits last ``_RETURN_SECONDS``.
+        Waits ``_RETURN_SECONDS`` and then, with a note to the user, ``_NEIGHBOUR_SECONDS``. After one such long wait in
+        vain, later waits are short. ``None`` where NVML tells no state. Raises ``DeviceError`` for a lost GPU.
         """
         deadline = time.monotonic() + _RETURN_SECONDS
-        has_said_so = False
+        is_long_wait = False
         while True:
             now = current_session().condition(gpu.uuid)
             _check_is_there(gpu, now)
             if now is None or not _lacks_memory(now, needed_bytes) or self._is_ending():
                 return now
             if time.monotonic() >= deadline:
-                if has_said_so or self._patience_seconds <= _RETURN_SECONDS:
+                if is_long_wait or self._patience_seconds <= _RETURN_SECONDS:
                     self._patience_seconds = _RETURN_SECONDS
                     return now
                 missing = format_bytes(needed_bytes - (now.free_bytes or 0))
                 seconds = f"{self._patience_seconds:.0f} s"
                 self._note(f"waiting up to {seconds} for {missing} that other processes hold on {gpu.label}")
-                has_said_so = True
+                is_long_wait = True
                 deadline = time.monotonic() + self._patience_seconds
             time.sleep(_INTERVAL_SECONDS)
 
 
 def _with_cpu_contention(outcome: Outcome) -> Outcome:
-    """Return an outcome marked as disturbed where other processes used the CPU on which its step depends."""
+    """Return the outcome, marked as disturbed where other processes had the cores of a trial bound by its host."""
     if not isinstance(outcome, Completed) or accepts_noise():
         return outcome
-    share, busy = outcome.measurement.core_wait_share or 0.0, outcome.measurement.gpu_busy_share or 0.0
-    if share < LEAST_CORE_WAIT or busy >= HOST_BOUND:
+    wait_share, busy_share = outcome.measurement.core_wait_share or 0.0, outcome.measurement.gpu_busy_share or 0.0
+    if wait_share < LEAST_CORE_WAIT or busy_share >= HOST_BOUND:
         return outcome
-    why = f"other processes had its cores for {share:.0%} of the time"
-    others_share = max(share, outcome.others_share or 0.0)
+    why = f"other processes had its cores for {wait_share:.0%} of the time"
+    others_share = max(wait_share, outcome.others_share or 0.0)
     return dataclasses.replace(outcome, disturbed=(*outcome.disturbed, why), others_share=others_share)
 
 
@@ -171,12 +172,15 @@ def _lacks_memory(now: Condition, needed_bytes: int) -> bool:
 
 
 def _newcomer_lines(pids: frozenset[int]) -> list[str]:
-    """Return a line for each process that came to the GPU during the trial."""
+    """Return, for the message of a disturbed trial, a line for each process that came to the GPU during the trial."""
     return [f"process {pid} came to the GPU" for pid in sorted(pids)]
 
 
 def _above_noise(shares: dict[int, int], drawing: frozenset[int]) -> dict[int, int]:
-    """Return the processes whose share of the GPU's time, in per cent, costs more than noise."""
+    """Return the processes that took enough of the GPU to disturb a trial; ``shares`` are per cent of its time, by pid.
+
+    The processes of ``drawing``, which draw a desktop, may take more.
+    """
     return {
         pid: share
         for pid, share in sorted(shares.items())
@@ -185,7 +189,10 @@ def _above_noise(shares: dict[int, int], drawing: frozenset[int]) -> dict[int, i
 
 
 def _with_lost_device(outcome: Failed, gpu: Device, before: Condition, after: Condition) -> Failed:
-    """Return the failure, with the reason ``device_lost`` where the GPU was lost or had uncorrectable errors."""
+    """Return a failed trial's outcome, with the reason ``device_lost`` where the GPU is lost or its memory has errors.
+
+    NVML's uncorrectable errors count where they came between the conditions ``before`` and ``after`` the trial.
+    """
     errors = (after.uncorrected_errors or 0) - (before.uncorrected_errors or 0)
     if after.is_lost:
         why = f"NVML says that {gpu.label} is lost"
@@ -206,7 +213,7 @@ class _Watch:
         self._before = before
         self._needed_bytes = needed_bytes
         self._own_pids = own_pids
-        self._started = time.time()
+        self._started_at = time.time()
         self._ended = threading.Event()
         self._conditions: list[Condition] = []
         self._own: set[int] = set()
@@ -227,7 +234,11 @@ class _Watch:
             self._own |= self._own_pids()
 
     def judge(self, outcome: Outcome, clocks: _Clocks) -> Outcome:
-        """Return the outcome with what disturbed the trial, or with the reason ``device_lost``."""
+        """Return the trial's outcome with what disturbed it on this GPU, or as failed by the loss of the GPU.
+
+        Out of memory is disturbed where other processes held memory; a completed trial where they computed, or where
+        the GPU's ``clocks`` slowed down.
+        """
         others = self._newcomers()
         after = current_session().condition(self._gpu.uuid) or self._before
         match outcome:
@@ -237,8 +248,8 @@ class _Watch:
                 why = (*outcome.disturbed, *self._missing(after), *_newcomer_lines(others))
                 return dataclasses.replace(outcome, disturbed=why)
             case Completed():
-                busy = current_session().busy_pids(self._gpu.uuid, self._started)
-                neighbours = {pid: share for pid, share in busy.items() if pid in self._before.pids | others}
+                shares = current_session().busy_pids(self._gpu.uuid, self._started_at)
+                neighbours = {pid: share for pid, share in shares.items() if pid in self._before.pids | others}
                 drawing = frozenset(pid for sample in (self._before, *self._conditions) for pid in sample.drawing_pids)
                 came = _newcomer_lines(others - neighbours.keys() - drawing)
                 slowed = clocks.slowed(self._gpu, self._before, self._conditions)
@@ -250,17 +261,19 @@ class _Watch:
         return outcome
 
     def _newcomers(self) -> frozenset[int]:
-        """Return the processes that came during the trial, without the trial's own.
+        """Return the ids of the processes that came to the GPU during the trial, without the trial's own.
 
-        Where NVML uses the host's process ids, the trial's id is unknown. The newcomer that was there the longest is
-        then taken for the trial.
+        In a container NVML may use the host's process ids, so that the trial's own are unknown. The newcomer that was
+        there the longest is then taken for the trial.
         """
         seen = Counter(pid for sample in self._conditions for pid in sample.pids if pid not in self._before.pids)
         own = self._own & seen.keys() or {pid for pid, _ in seen.most_common(1)}
         return frozenset(seen.keys() - own)
 
     def _missing(self, after: Condition) -> list[str]:
-        """Return a line where less memory was free than a trial may reserve, before or after it; else none.
+        """Return a line for the user where other processes held memory that the trial may reserve; else an empty list.
+
+        That is seen before and after the trial.
 
         Waits up to ``_RETURN_SECONDS`` until the driver has taken back the trial's own memory.
         """
@@ -274,7 +287,7 @@ class _Watch:
 
 
 class _Clocks:
-    """What was seen of the clocks of each GPU, by UUID, from one trial to the next.
+    """What was seen of the clocks of each GPU, by UUID, from one trial to the next, to find trials that ran slower.
 
     A slowdown that was there before a trial, or in the trial before as well, is how the GPU runs when it is warm. The
     training will have it too, and so would a repetition of the trial.
@@ -288,6 +301,7 @@ class _Clocks:
 
     def slowed(self, gpu: Device, before: Condition, samples: Sequence[Condition]) -> list[str]:
         """Return, in words, what throttled the GPU during this trial but not before, or that its clocks dropped."""
+        # A word is a reason that NVML gives for lower clocks, such as heat.
         words = dict.fromkeys(word for sample in samples for word in sample.slowdowns)
         steady = self._slowdowns.get(gpu.uuid, frozenset()) | set(before.slowdowns)
         self._slowdowns[gpu.uuid] = frozenset(words)

@@ -45,7 +45,7 @@ class OneShot:
     """A child process for one job. Closing it, or leaving it as a context, ends it and removes every file of it."""
 
     def __init__(self, module: str, work: object, environment: Mapping[str, str], log_path: Path) -> None:
-        """Start ``python -m module`` for some work. The process also gets an empty ``output_dir``.
+        """Start ``python -m module`` and send it the ``work``, with the path of an empty ``output_dir``.
 
         Raises ``TrialServerError`` where no process can be started.
         """
@@ -76,11 +76,15 @@ class OneShot:
         self.close()
 
     def kill(self) -> None:
-        """End the process; a waiting ``answer`` raises."""
+        """End the process; an ``answer`` that waits in another thread raises ``NoAnswerError``."""
         self._process.kill()
 
     def answer(self, kind: type[T], timeout_seconds: float) -> T:
-        """Wait for the answer and decode it. Raises ``TrialServerError`` where none comes in time."""
+        """Wait for the process's answer, and return it decoded as ``kind``.
+
+        Raises ``TooLateError`` after ``timeout_seconds``, ``NoAnswerError`` where the process ended without an answer,
+        and ``TrialServerError`` where the answer is no ``kind``.
+        """
         said = self._process.read_to_end(time.monotonic() + timeout_seconds)
         if said is None:
             raise TooLateError(f"no answer came within {timeout_seconds:.0f} s", f"see {self._log_path}")
@@ -123,19 +127,21 @@ MOST_RESTARTS = 3
 def run_recovering(
     words: Sequence[str], variables: Mapping[str, str], training: RealTraining, say: Callable[[str], None]
 ) -> int:
-    """Run the command of a training and return its exit code; ``say`` gets a line for each restart.
+    """Run the command ``words`` of a training, again with smaller batches after out of memory; return its exit code.
 
-    After out of memory it is started again with a smaller batch, at most ``MOST_RESTARTS`` times.
+    ``training``, in an environment variable, tells the child which settings to train with. It is restarted at most
+    ``MOST_RESTARTS`` times; ``say`` gets a line for each.
     """
     with tempfile.TemporaryDirectory(prefix="autotune-recover-") as folder:
         # The time now on the clock of files: checkpoints of earlier runs are older.
         since = os.stat(folder).st_mtime
         for attempt in range(MOST_RESTARTS + 1):
-            file = os.path.join(folder, str(attempt))
-            training = replace(training, recovery=Recovery(file, since, attempt))
+            # The child creates this file where it runs out of memory.
+            mark_file = os.path.join(folder, str(attempt))
+            training = replace(training, recovery=Recovery(mark_file, since, attempt))
             code = _run(words, {**variables, VARIABLE: json.dumps(encode(training))})
             smaller = training.with_smaller_batch()
-            if not os.path.exists(file) or attempt == MOST_RESTARTS:
+            if not os.path.exists(mark_file) or attempt == MOST_RESTARTS:
                 return code
             if smaller is None:
                 say("out of memory, and there is no smaller batch")
@@ -151,7 +157,7 @@ def run_recovering(
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str]) -> int:
-    """Run a command, passing on SIGTERM; return its exit code, 128 plus the number for a signal."""
+    """Run a command, passing SIGTERM on to it; return its exit code, 128 plus the number of a signal that ended it."""
     before = signal.getsignal(signal.SIGTERM)
     # A terminal sends Ctrl-C to both processes; only the child is to react.
     ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -173,10 +179,10 @@ _TIMEOUT_SECONDS = 180.0
 
 
 class GpuInspection:
-    """The process that measures the CUDA context and reads the chip's properties; for a CPU there is none.
+    """Measures the memory of a CUDA context and reads the GPU's properties, in a process; a CPU has no such process.
 
-    Its answer is kept for later searches, unless the memory in use on the GPU changed meanwhile: another process may
-    then have been counted as part of the context.
+    The answer is kept for later searches, unless the memory in use on the GPU changed meanwhile: another process may
+    then have been counted as part of the context. ``convolves``: the context has cuDNN's convolution kernels.
     """
 
     def __init__(self, placement: Placement, convolves: bool) -> None:
@@ -189,7 +195,7 @@ class GpuInspection:
         self._has_log = False
 
     def begin(self, log_folder: Path | None = None) -> None:
-        """Start the process for a GPU, unless it runs or its answer is kept. Without a folder, it writes no log."""
+        """Start the process for a GPU, unless it runs or its answer is kept. Without ``log_folder`` it has no log."""
         self._log_folder = log_folder
         if self._placement.kind == "cuda" and self._process is None and self._kept is None:
             self._used_before = current_session().used_bytes(self._work.device_uuid)
@@ -199,9 +205,9 @@ class GpuInspection:
             self._process = OneShot(_MODULE, self._work, environment, log_path)
 
     def finish(self) -> GpuFacts | None:
-        """Wait for the answer and end the process. Raises ``TrialServerError`` without an answer.
+        """Wait for the GPU's facts and end the process; ``None`` where none was started, as for a CPU.
 
-        ``None`` where no process was started, as for a CPU.
+        Raises ``TrialServerError`` where the process gives no answer.
         """
         if self._kept is not None or self._process is None:
             return self._kept
@@ -209,7 +215,7 @@ class GpuInspection:
             facts = self._process.answer(GpuFacts, _TIMEOUT_SECONDS)
         except TrialServerError as error:
             if not self._has_log and self._log_folder is not None:
-                # The process began before there was a search, without a log. Start another, whose log tells the reason.
+                # A ``WarmServer`` began the process without a log, before a search. Start another, whose log says why.
                 self.close()
                 self.begin(self._log_folder)
                 return self.finish()
@@ -234,17 +240,12 @@ class GpuInspection:
 
 
 def with_gpu_facts(inspection: Inspection, of_gpu: GpuFacts | None) -> Inspection:
-    """Return the trial server's inspection completed by the facts of the GPU."""
+    """Return the trial server's inspection with the facts of the GPU; unchanged where ``of_gpu`` is ``None``."""
     if of_gpu is None:
         return inspection
     software = replace(inspection.software, cuda=of_gpu.cuda, cudnn=of_gpu.cudnn, cublas=of_gpu.cublas)
-    return replace(
-        inspection,
-        software=software,
-        context_bytes=of_gpu.context_bytes,
-        chip=of_gpu.chip,
-        calibration=of_gpu.calibration,
-    )
+    context_bytes, chip, calibration = of_gpu.context_bytes, of_gpu.chip, of_gpu.calibration
+    return replace(inspection, software=software, context_bytes=context_bytes, chip=chip, calibration=calibration)
 
 
 # The test takes a tenth of a second. A network file system that does not answer would also keep trials from starting.
@@ -253,7 +254,7 @@ _WAIT_SECONDS = 20.0
 
 @functools.cache
 def find_protection() -> FoundProtection:
-    """Return the best working file protection, tested in a separate process."""
+    """Return the best protection of the user's files from their own code that works here, tried in a process."""
     command = [sys.executable, "-P", "-m", "autotune.worker.user.protection"]
     try:
         said = subprocess.run(command, capture_output=True, timeout=_WAIT_SECONDS, check=False).stdout

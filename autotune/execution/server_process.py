@@ -45,13 +45,13 @@ _LOADED = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
 Imports = tuple[object, ...]
-"""What a server has imported, and its circumstances; a search can use a server of equal imports."""
+"""What a server has imported, from which versions and in which environment; an equal one can serve another search."""
 
 
 def _imports_for(workload: Workload | None, environment: Mapping[str, str]) -> Imports | None:
-    """Return the imports for a workload; ``None`` for the user's own code, which may need any package.
+    """Return what a server imports for a workload; ``None`` for the user's own code, which may need any package.
 
-    No workload means a workload without dataset and adapters.
+    A server without a ``workload`` is ready for one without dataset and adapters.
     """
     if workload is None:
         return False, False, dict(environment), _loaded_versions()
@@ -159,7 +159,7 @@ _START_SECONDS = 300.0
 
 
 def _how_to_start(error: OSError) -> str:
-    """Return advice for a process that could not be started."""
+    """Return what the user can do about the ``error`` with which a process could not be started."""
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "close some of the files that are open, or raise the limit: ulimit -n"
     if error.errno in (errno.EAGAIN, errno.ENOMEM):
@@ -194,13 +194,13 @@ class SentJob:
     """``None`` while it runs."""
 
     @property
-    def is_beside(self) -> bool:
-        """Whether it runs beside the trials. Whoever waits for such a job sets a limit."""
+    def is_prediction(self) -> bool:
+        """Whether it predicts memory: it may run beside a trial, and whoever waits for it sets a limit."""
         return isinstance(self.job.work, PredictionWork)
 
 
 class ServerProcess:
-    """The server's process with its jobs. It is started again where it died between two jobs.
+    """The process of a trial server, with the jobs that were sent to it. It is started again if it dies between jobs.
 
     Where ``on_start`` is given, the process starts when it is first needed, and ``on_start`` is called then. An idle
     server of ``warm`` is taken instead of a start where it has the right imports, and goes back there at the end.
@@ -216,13 +216,14 @@ class ServerProcess:
     ) -> None:
         self.placement = placement
         self.workload = workload
-        """With the facts of its dataset once it was read."""
+        """It gets the facts of its dataset once that was read."""
         self.server_log = log_folder / "server.log"
         """Where the server's own output goes."""
         self._on_start = on_start
         self._warm = warm
         self._server: StartedServer | None = None
         self._was_idle = False
+        """Whether the process came from ``warm``, so that it was started for no workload or another one."""
         self._jobs: dict[str, SentJob] = {}
 
     @property
@@ -267,14 +268,15 @@ class ServerProcess:
         if self._was_idle:
             message["log_path"] = str(self.server_log.absolute())
         try:
-            # As a line rather than an argument, which may not be longer than 128 KiB on Linux. A server that ends
-            # before it has read it is noticed by whoever waits for it.
+            # As a line rather than an argument, which may not be longer than 128 KiB on Linux. Where the server ends
+            # before it has read the line, ``await_ready`` notices.
             self.send(message, time.monotonic() + _START_SECONDS)
         except BaseException:
             self.close()
             raise
 
     def _environment(self) -> dict[str, str]:
+        """Return the environment of the server: offline unless weights, a dataset or own code may need the network."""
         own_code = self.workload.source is not None
         needs_hub = self.workload.weights is not None or self.workload.data is not None
         return server_environment(self.placement, os.environ, offline=not needs_hub and not own_code, own_code=own_code)
@@ -293,9 +295,9 @@ class ServerProcess:
         was_replaced = False
         while self._server is not None and not self._server.is_ready:
             messages = self.read(deadline)
-            # Without messages (``None``) the server has ended.
+            # ``None`` means that the server has ended.
             if messages is None and (self._was_idle or (not was_replaced and self._was_killed())):
-                # An idle server may have ended because of earlier searches, so a new one is started. A new one
+                # An idle server may have ended because of earlier searches, so that a new one is started. A new one
                 # that a signal killed is started again once.
                 was_replaced |= not self._was_idle
                 self.close()
@@ -328,31 +330,35 @@ class ServerProcess:
         return self._server.send(message, deadline)
 
     def read(self, deadline: float) -> list[ServerLine] | None:
-        """Return new lines of the server, none after ``deadline``; ``None`` once the server is gone."""
+        """Return the server's new messages, after adding each to its job; ``None`` once the server is gone.
+
+        Waits for one until ``deadline``, a time of ``time.monotonic``, and returns an empty list after it.
+        """
         assert self._server is not None
         reports = self._server.reports
         if not wait_until_ready([reports.fd], timeout_seconds=max(0.0, deadline - time.monotonic())):
             return []
         lines = reports.read()
+        # A closed pipe counts as the server's end only once all it wrote was read.
         if not lines and reports.closed:
             return None
-        said = [server_line(json.loads(line)) for line in lines]
-        for line in said:
-            self._take(line)
-        return said
+        messages = [server_line(json.loads(line)) for line in lines]
+        for message in messages:
+            self._take(message)
+        return messages
 
-    def _take(self, line: ServerLine) -> None:
-        """Add a message to its job; drop the messages of unknown jobs and of jobs that were lost."""
-        match line:
+    def _take(self, message: ServerLine) -> None:
+        """Add a message to its job; drop the messages of unknown jobs and of jobs that have an answer, as lost ones."""
+        match message:
             case Started(job_id) | ProgressLine(_, job_id) | Ended(job_id):
                 sent = self._jobs.get(job_id)
             case _:
                 return
         if sent is None or sent.answer is not None:
             return
-        match line:
+        match message:
             case Started():
-                sent.started = line
+                sent.started = message
             case ProgressLine(progress):
                 sent.during = progress.phase or sent.during
                 sent.progress.append(progress)
@@ -360,7 +366,7 @@ class ServerProcess:
                 sent.answer = replace(answer, during=sent.during)
 
     def begin(self, job: Job) -> None:
-        """Send a job to the server, after its imports, without waiting for the job."""
+        """Send a job to the server, after its imports, without waiting for the job's end."""
         self.await_ready()
         deadline = time.monotonic() + job.timeout_seconds + _GRACE_SECONDS
         self._jobs[job.id] = SentJob(job, deadline)
@@ -368,14 +374,14 @@ class ServerProcess:
             self.close()
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the first deadline of the running jobs, without predictions; ``None`` for none."""
-        deadlines = [sent.deadline for sent in self._jobs.values() if sent.answer is None and not sent.is_beside]
+        """Return the seconds to the earliest deadline of a running job, predictions aside; ``None`` without one."""
+        deadlines = [sent.deadline for sent in self._jobs.values() if sent.answer is None and not sent.is_prediction]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def listen(self, wait_seconds: float | None) -> bool:
-        """Read messages of the server, waiting for one at most ``wait_seconds``; return whether any came.
+        """Add messages of the server to their jobs, waiting for one at most ``wait_seconds``; return if any came.
 
-        A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
+        ``None`` does not wait. A server that is gone, or silent beyond the time limit of a job, loses all its jobs.
         """
         if self._server is None or all(sent.answer is not None for sent in self._jobs.values()):
             return False
@@ -387,12 +393,12 @@ class ServerProcess:
         return bool(messages)
 
     def progress_of(self, job_id: str) -> Progress | None:
-        """Return the next progress report of a job, in order; ``None`` without a new report."""
+        """Return the oldest progress report of a job that was not returned yet; ``None`` without one."""
         progress = self._jobs[job_id].progress
         return progress.popleft() if progress else None
 
     def end_of(self, job_id: str) -> Answer | None:
-        """Return a job's answer, once; ``None`` before its end, and while it has unread progress reports."""
+        """Return a job's answer and forget the job; ``None`` while it runs, or has unread progress reports."""
         sent = self._jobs[job_id]
         return self._jobs.pop(job_id).answer if sent.answer is not None and not sent.progress else None
 
@@ -404,14 +410,14 @@ class ServerProcess:
                 self._jobs[job.id].progress.clear()
                 self.listen(self.seconds_left())
         except BaseException:
-            # Who stops waiting for a job must not leave it running beside the next.
+            # A caller that is interrupted must not leave the job running beside the next one.
             self.close()
             self._jobs.pop(job.id, None)
             raise
         return answer
 
     def release(self) -> None:
-        """Hand an idle server back for the next search; end a busy one."""
+        """Hand the server back to ``warm`` for the next search; end it where it is busy, or there is no ``warm``."""
         server = self._server
         is_busy = any(sent.answer is None for sent in self._jobs.values())
         if self._warm is None or server is None or not server.is_ready or is_busy:
@@ -433,7 +439,7 @@ class ServerProcess:
                 continue
             sent.answer = Answer(during=sent.during, lost=True, overdue=overdue)
             if sent.started is not None:
-                # A server that was killed has ended and removed nothing.
+                # A server that was killed leaves its jobs' processes and files behind.
                 for pid in sent.started.pids:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)

@@ -18,13 +18,7 @@ from autotune.core.device import Device
 from autotune.core.errors import InvalidRequestError, TrainingSourceError, TrialServerError
 from autotune.core.inspection import Inspection
 from autotune.core.look import LookAnswer, LookWork
-from autotune.core.messages import (
-    Answer,
-    DataWork,
-    InspectionWork,
-    Job,
-    Work,
-)
+from autotune.core.messages import Answer, DataWork, InspectionWork, Job, Work
 from autotune.core.placement import Placement
 from autotune.core.prediction import ArmsToTrace, PredictionWork
 from autotune.core.rehearsal import Rehearsal, RehearsalWork
@@ -44,13 +38,13 @@ T = TypeVar("T", DataFacts, Inspection, LookAnswer, Rehearsal)
 
 
 class TrialServer(ServerProcess):
-    """A context manager that owns a server, and with it every process that runs a job.
+    """A context manager that owns a trial server: a process with torch imported, which forks one for each job.
 
     The server starts on entering, in the background, so that its imports overlap with whatever the caller does next;
     the first job waits for it. It is started again if it dies. Where ``on_start`` is given, the server starts with
     the first job, and ``on_start`` is called then. A device stands for the placement of one rank on it. An idle server
-    of ``warm`` is used where there is a fitting one, and goes back there on leaving. The user's own code runs under a
-    ``protection``, by default the best that this machine offers.
+    of ``warm`` is used where there is a fitting one, and goes back there on leaving. A ``protection`` keeps the user's
+    own code from writing to their files; by default it is the best that this machine offers.
     """
 
     def __init__(
@@ -102,7 +96,7 @@ class TrialServer(ServerProcess):
         super().begin(job if self.workload.source is None else replace(job, protection=self._protected()))
 
     def _protected(self) -> Protection:
-        """Return the protection of the user's files from their own code: that asked for, else the best there is."""
+        """Return the protection of the user's files from their own code: the requested one, else the best there is."""
         if self._protection is None:
             self._protection = self._find_protection()
         if self._layer is None:
@@ -110,7 +104,7 @@ class TrialServer(ServerProcess):
         return Protection(self._protection, self._layer.output_dir)
 
     def _find_protection(self) -> ProtectionKind:
-        """Return the protection that works here, or raise ``TrainingSourceError``."""
+        """Return the best protection that works here; raise ``TrainingSourceError`` where none does."""
         source, protection = self.workload.source, find_protection()
         assert source is not None
         why = protection.why_not_better if protection.kind == "none" else None
@@ -127,22 +121,22 @@ class TrialServer(ServerProcess):
     # Jobs beside the trials
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
-        """Start a prediction job, after the server's imports, without waiting; see ``ended``."""
+        """Start a prediction job, after the server's imports, without waiting; ``ended`` returns its answer."""
         log_path = str(self._log_folder / f"predict-{job_id}.log")
         self.begin(Job(job_id, self.workload, work, timeout_seconds, log_path))
 
     def ended(self, wait_seconds: float = 0.0) -> dict[str, Answer]:
-        """Return the answers of prediction jobs that ended since the last call, by id.
+        """Return the answers of prediction jobs that ended since the last call, by id of the job.
 
-        Waits at most ``wait_seconds`` for the first of them.
+        Waits at most ``wait_seconds`` for the first answer. A job without a result has the last line of its log.
         """
         deadline = time.monotonic() + wait_seconds
-        beside = [sent for sent in self._jobs.values() if sent.is_beside]
-        while beside and all(sent.answer is None for sent in beside):
+        predictions = [sent for sent in self._jobs.values() if sent.is_prediction]
+        while predictions and all(sent.answer is None for sent in predictions):
             if not self.listen(max(0.0, deadline - time.monotonic())) or time.monotonic() >= deadline:
                 break
         ended = {}
-        for sent in beside:
+        for sent in predictions:
             if sent.answer is not None:
                 del self._jobs[sent.job.id]
                 last_words = tail(sent.job.log_path, 1) if sent.answer.result is None else ""
@@ -176,8 +170,8 @@ class TrialServer(ServerProcess):
         return self.workload
 
     def run_as_inspected(self, workload: Workload) -> None:
-        """Use this workload, with the result of its inspection, for trials; end an inspection of the GPU."""
-        # With a remembered result, the process that inspects the GPU may still run. It would disturb the first trial.
+        """Use ``workload``, which holds what its inspection found, for trials; end an inspection of the GPU."""
+        # Where that is remembered, the process that inspects the GPU may still run. It would disturb the first trial.
         self._gpu.close()
         self.workload = workload
 
@@ -194,7 +188,7 @@ class TrialServer(ServerProcess):
         return facts
 
     def _ask(self, name: str, work: Work, kind: type[T], timeout_seconds: float) -> tuple[T | str, Answer]:
-        """Run a job; return its decoded result, or in words why there is none, and how the job ended."""
+        """Run a job to its end; return its result as ``kind``, or in words why there is none, and the raw answer."""
         log_path = str(self._log_folder / f"{name}.log")
         answer = self.run_to_end(Job(name, self.workload, work, timeout_seconds, log_path))
         try:
@@ -203,17 +197,15 @@ class TrialServer(ServerProcess):
             return str(error), answer
 
     def _where(self, name: str) -> str:
-        """Return the hint where to read about a failed job."""
+        """Return the part of an error message that says in which logs to read about a failed job."""
         return f"see {self._log_folder / name}.log and {self.server_log}"
 
     def inspect(self, timeout_seconds: float = _INSPECT_SECONDS, arms: ArmsToTrace | None = None) -> Inspection:
-        """Return the inspection of this environment and workload by ``autotune.worker.facts.inspect``.
+        """Return the inspection (library versions, the GPU, the model) by ``autotune.worker.facts.inspect``.
 
-        The memory of the user's own code is traced for some ``arms`` where the chip is known, see
-        ``autotune.worker.user.trainer_memory``.
-
-        Raises ``TrialServerError`` when no answer comes, ``TrainingSourceError`` where the user's own code is the
-        reason.
+        The memory of the user's own code is traced for the settings of ``arms`` where the chip is known, see
+        ``autotune.worker.user.trainer_memory``. Raises ``TrialServerError`` when no answer comes,
+        ``TrainingSourceError`` where the user's own code is the reason.
         """
         if self.workload.source is not None:
             self._protected()
@@ -221,7 +213,7 @@ class TrialServer(ServerProcess):
         # Wait first: the user's own code may use the GPU, and its memory would count as part of the context.
         of_gpu = self._gpu.finish() if self.workload.source is not None else None
         if arms is not None:
-            # The rest of the time is for the end of the job.
+            # The rest of the timeout is for the end of the job.
             within_seconds = 0.8 * timeout_seconds
             arms = replace(arms, chip=of_gpu.chip, within_seconds=within_seconds) if of_gpu is not None else None
         work = InspectionWork(self.placement.rank_devices, arms)
@@ -241,11 +233,11 @@ class TrialServer(ServerProcess):
         return with_gpu_facts(found, self._gpu.finish() if of_gpu is None else of_gpu)
 
     def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer | str:
-        """Return the first steps with some settings, or the reason why there are none."""
+        """Train one step with each candidate of the work; return these steps, or in words why there are none."""
         self._looks += 1
         return self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)[0]
 
     def rehearse(self, work: RehearsalWork, timeout_seconds: float = _INSPECT_SECONDS) -> Rehearsal:
-        """Return what a long run needs beyond its first steps, or the reason why this is unknown."""
+        """Run once what a long run does beyond its first steps; return what it needs, or a ``problem`` in its place."""
         answer, _ = self._ask("rehearsal", work, Rehearsal, timeout_seconds)
         return Rehearsal(problem=answer) if isinstance(answer, str) else answer
