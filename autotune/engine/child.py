@@ -11,6 +11,7 @@ search need not wait for the imports of torch and transformers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -46,19 +47,21 @@ from autotune.tuning.prepare import Prepared
 from autotune.tuning.run import log_folder, run_search
 
 _STATUS_SECONDS = 0.5
-"""The running step changes often; it is not told more often than this."""
+"""The running step changes often; a status is sent no more often than this."""
 # The end of a trial's log is sent to engines that cannot read this machine's files.
 _MOST_LOG_BYTES = 16 * 1024
-# What a search imports when it needs it.
+# Modules that a search imports late, imported here before there is a search.
 _OF_A_SEARCH = ("autotune.tuning.loop", "autotune.execution.gpu_monitor")
 
 Say = Callable[[str, Document], None]
+"""Sends a message of some kind about the work."""
 
 
 class Teller(Narrator):
-    """An observer that hands on what happens as messages, besides the lines that a terminal would show."""
+    """An observer of a search that sends its events as messages, besides the lines that a terminal would show."""
 
     def __init__(self, say: Say, record: Callable[[TrialRecord | None], None] = lambda trial: None) -> None:
+        """``record`` is called with each trial that ended, and with ``None`` at the start, to send what is recorded."""
         self._say_message = say
         self._record = record
         self._shown_at = -_STATUS_SECONDS
@@ -122,26 +125,27 @@ class Teller(Narrator):
         self._send_status(is_urgent=True)
 
     def _send_status(self, *, is_urgent: bool = False) -> None:
-        moment = time.monotonic()
-        if is_urgent or moment - self._shown_at >= _STATUS_SECONDS:
-            self._shown_at = moment
+        """Send what runs now, unless that was sent a moment ago and nothing else than a step has changed since."""
+        now = time.monotonic()
+        if is_urgent or now - self._shown_at >= _STATUS_SECONDS:
+            self._shown_at = now
             self._say_message("status", self.status())
 
 
 class _Child:
-    """Takes work, one at a time, until it is told to stop."""
+    """Reads searches and verifications from ``source``, runs one at a time, and writes messages to ``sink``."""
 
     def __init__(self, source: int, sink: TextIO, device: Device | None) -> None:
-        self._source = source
-        self._sink = sink
-        self._device = device
+        self._source, self._sink, self._device = source, sink, device
         self._warm = WarmServer()
         self._waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        """Work to do, in order; ``None`` ends the process."""
         self._guard = threading.Lock()
         self._current: str | None = None
-        """The work that may be interrupted."""
+        """The id of the work that may be interrupted."""
         self._cancelled: set[str] = set()
         self._is_interruptible = False
+        """Whether a signal may raise ``KeyboardInterrupt`` now."""
         self._is_stopping = False
 
     def run(self) -> None:
@@ -161,7 +165,7 @@ class _Child:
                     self._warm.prepare(Placement.of(self._device), os.environ)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Interrupt the current work; stop afterwards unless only this work is cancelled."""
+        """Interrupt the current work and, unless the signal is to cancel this work alone, stop afterwards."""
         if self._current not in self._cancelled:
             # This process sends itself a signal to cancel only the current work.
             self._is_stopping = True
@@ -183,7 +187,7 @@ class _Child:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _take(self, message: Document) -> None:
-        """Queue the work of a message, or cancel work."""
+        """Queue the work of a message, or cancel the work that it names."""
         if "work" in message:
             self._waiting.put(decode(message["work"], Work))
             return
@@ -194,15 +198,13 @@ class _Child:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _send(self, work_id: str, kind: str, document: Document) -> None:
+        """Write a message to the process that started this one."""
         self._sink.write(json.dumps({"work": work_id, "kind": kind, "document": document}) + "\n")
         self._sink.flush()
 
     def _do(self, work: Work) -> None:
-        """Run a search or a verification, and report how it ended."""
-
-        def say(kind: str, document: Document) -> None:
-            self._send(work.id, kind, document)
-
+        """Run a search or a verification, and send how it ended as the last message. Never raises an error of it."""
+        say = functools.partial(self._send, work.id)
         end: Document = {"state": "failed", "problem": None}
         try:
             with self._guard:
@@ -228,16 +230,14 @@ class _Child:
         finally:
             self._is_interruptible = False
             with self._guard:
-                # Python handles here a signal that is pending: without a current work, one that cancels would stop all.
+                # Blocking no signal has Python handle a pending one now. Later, without a current work, a signal that
+                # cancels it would count as one that stops the process.
                 signal.pthread_sigmask(signal.SIG_BLOCK, ())
                 self._current = None
         say("end", end)
 
     def _run(self, work: Work, say: Say) -> bool:
-        """Do the work in its ``storage``, or in a temporary database whose records are sent.
-
-        Return whether it finished.
-        """
+        """Do the work in its ``storage``, or in a temporary database whose records are sent; return if it finished."""
         if work.storage is not None:
             if work.kind == "verify":
                 return _verify(work, work.storage, self._devices(work), say)
@@ -252,10 +252,10 @@ class _Child:
                 try:
                     return self._search(work, storage, Teller(say, lambda trial: _send(store, work.study, trial, say)))
                 finally:
-                    # This includes what was not sent before: how the study ended, trials that were interrupted.
-                    whole = read_study(store, work.study)
-                    if whole is not None:
-                        say("record", whole)
+                    # All records, with what was not sent before: how the study ended, trials that were interrupted.
+                    records = read_study(store, work.study)
+                    if records is not None:
+                        say("record", records)
 
     def _search(self, work: Work, storage: str, teller: Teller) -> bool:
         """Run or resume a search; return whether it finished."""
@@ -283,7 +283,7 @@ class _Child:
 
 
 def _send(store: Store, study: str, trial: TrialRecord | None, say: Say) -> None:
-    """Send the record of a study, with a trial and the end of the trial's log where one is given."""
+    """Send the record of a study and, where a ``trial`` is given, that trial's record and the end of its log."""
     document = read_study(store, study, [trial.id] if trial else [])
     if document is not None:
         say("record", document)
@@ -297,7 +297,7 @@ def _send(store: Store, study: str, trial: TrialRecord | None, say: Say) -> None
 
 
 def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
-    """Return the request that resumes a study."""
+    """Return the request that resumes the recorded study of some work on these devices, with the work's limits."""
     from autotune.tuning.studies import recorded_request
 
     options = work.options
@@ -310,7 +310,7 @@ def _resumed(work: Work, storage: str, devices: list[Device]) -> Any:
 
 
 def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
-    """Run a stock Trainer with a study's exported arguments and report the result; return ``True``, also for a miss."""
+    """Run a stock Trainer with a study's exported arguments and send its result; return ``True``, also for a miss."""
     from autotune.results.report import load_report
     from autotune.verify.target import placement_of, target_of
     from autotune.verify.throughput import verification_document, verification_lines, verify
@@ -319,9 +319,7 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
         report = load_report(store, work.study)
     # Only devices of this work: other searches may use the others of this machine.
     target = target_of(report, placement_of(report, devices))
-
     teller = Teller(say)
-
     teller.note(f"training {report.workload['model']} for {work.options['steps']} steps with a stock Trainer")
     log_path = log_folder(storage, work.study) / "verify.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,11 +336,11 @@ def _verify(work: Work, storage: str, devices: list[Device], say: Say) -> bool:
 
 
 def main(fd: int, uuid: str | None) -> None:
-    """Do the work of the engine that started this process, on one device or, without ``uuid``, on those of the work."""
+    """Do an engine's work on the device with a ``uuid``, else on those of the work; write messages to ``fd``."""
     os.set_inheritable(fd, False)
     sink = os.fdopen(fd, "w", encoding="utf-8")
     device = find_device(uuid) if uuid is not None else None
-    # Whoever reads has gone: there is nothing left to say.
+    # A broken pipe means that nobody reads any more.
     with contextlib.suppress(BrokenPipeError):
         _Child(0, sink, device).run()
 

@@ -38,19 +38,20 @@ from autotune.tuning.run import keep_trial_log, study_names
 if TYPE_CHECKING:
     from autotune.tuning.request import SearchRequest
 
+# A search gives up after so many lost nodes. A choice.
 _MOST_LOSSES = 3
 _LISTEN_SECONDS = 1.0
 
 Show = Callable[[Message], None]
-"""Is called with each message that is for the user."""
+"""Shows a message to the user."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A search that is to run on a cluster."""
+    """A search that the user asked to run on a cluster, new or resumed."""
 
     options: Document
-    """As typed: ``device`` and ``gpus`` say what a node must have."""
+    """Those of the command line; ``device`` and ``gpus`` say what a node must have."""
     study: str | None = None
     resumes: bool = False
 
@@ -66,10 +67,10 @@ class Asked:
 
 
 def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wait: bool) -> tuple[StudyRecord, Report]:
-    """Search on a cluster, record its messages, and return the study and its report.
+    """Search on the Ray cluster at an address, record the search in ``storage``, and return its study and report.
 
-    Raises the errors of a local search. Where the node is lost, the search continues from its record, on another node
-    or the same one.
+    Where the node is lost, the search continues from its record, on another node or the same one. With ``wait``, the
+    end of another search of the study is waited for. Raises the errors of a local search.
     """
     engine = RayEngine(address)
     try:
@@ -106,7 +107,7 @@ def search_elsewhere(address: str, asked: Asked, storage: str, show: Show, *, wa
 
 
 def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> SearchRequest:
-    """Return the request for the node's devices, to find its errors before anything is started."""
+    """Return the request for a search on the node's devices. Raises its errors before anything is started there."""
     if not asked.resumes:
         options = {**asked.work_options(), **({"gpus": str(len(devices))} if len(devices) > 1 else {})}
         request = search_request(options, devices, asked.study, asked.code)
@@ -119,7 +120,10 @@ def _request_here(asked: Asked, storage: str, devices: Sequence[Device]) -> Sear
 
 
 def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ...]]:
-    """Return a node and its devices for the options: of the nodes with enough GPUs, one with the fewest."""
+    """Return the node to search on and the devices to use: of the nodes with enough GPUs, one with the fewest.
+
+    Raises ``ServiceError`` without a node, ``InvalidRequestError`` for wrong options, ``DeviceError`` without devices.
+    """
     hosts = engine.hosts()
     if not hosts:
         why = "; ".join(dict.fromkeys(engine.problems())) or "the Ray cluster has no node"
@@ -135,15 +139,14 @@ def _place(engine: RayEngine, options: Document) -> tuple[Host, tuple[Device, ..
         )
     if gpus is not None and gpus != "all" and not (str(gpus).isascii() and str(gpus).isdigit() and int(gpus)):
         raise InvalidRequestError(f"--gpus {gpus}: Ray chooses the GPUs of a cluster", "write how many: --gpus 2")
-    most = max(map(_count_gpus, hosts))
-    if device == "cpu" or (device is None and gpus is None and most == 0):
+    most_gpus = max(map(_count_gpus, hosts))
+    if device == "cpu" or (device is None and gpus is None and most_gpus == 0):
         without_gpus = [host for host in hosts if _count_gpus(host) == 0]
         if not without_gpus:
             raise DeviceError("every node of the Ray cluster has GPUs", "leave --device cpu out")
         return without_gpus[0], without_gpus[0].devices[:1]
-    count = 1
-    if gpus is not None:
-        count = max(1, most) if gpus == "all" else int(gpus)
+    # Where no node has a GPU, ``all`` asks for one, so that the error says so.
+    count = max(1, most_gpus) if gpus == "all" else int(gpus or 1)
     fitting = [host for host in hosts if _count_gpus(host) >= count]
     if not fitting:
         given = f"--gpus {gpus}" if gpus is not None else f"--device {device}"
@@ -176,7 +179,10 @@ def _record_to_the_end(
     show: Show,
     asked: Asked,
 ) -> None:
-    """Run the search until it ends, restarting it a few times if its node is lost; raise its final error."""
+    """Run and record the search until it ends, starting it again a few times where its node (``place``) is lost.
+
+    Raises the error with which the search failed, and ``TrialServerError`` after ``_MOST_LOSSES``.
+    """
     losses = 0
     while True:
         end = _record(_find_or_start(engine, work, store, place), store, storage, work.study, show)
@@ -198,7 +204,7 @@ def _record_to_the_end(
 
 
 def _find_or_start(engine: Engine, work: Work, store: Store, place: tuple[Host, Sequence[Device]]) -> Run:
-    """Return the run of a search that is still running there, or start it."""
+    """Return the run of the work where an earlier command of ours started it, else start it at ``place``."""
     known = engine.find(work.id)
     if known is not None:
         return known
@@ -208,17 +214,20 @@ def _find_or_start(engine: Engine, work: Work, store: Store, place: tuple[Host, 
 
 
 def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Document:
-    """Record the messages of a run until its end; return the end message. Ctrl-C cancels the run first."""
-    heard, is_told = 0, False
+    """Write what a run sends to the database and the logs until its end; return the document of its end message.
+
+    After Ctrl-C the run is cancelled, and its end awaited. Other messages are shown.
+    """
+    last_number, is_cancelled = 0, False
     interruption = Interruption()
     with contextlib.closing(run), interrupted_by_signals(interruption, lambda text: None):
         while True:
             # Only the first signal interrupts the statement that runs here. The search's end is awaited after it.
             with contextlib.suppress(KeyboardInterrupt):
-                if interruption.asked and not is_told:
-                    is_told = True
+                if interruption.asked and not is_cancelled:
+                    is_cancelled = True
                     run.cancel()
-                for message in run.messages(heard, _LISTEN_SECONDS):
+                for message in run.messages(last_number, _LISTEN_SECONDS):
                     if message.kind == "record":
                         take_in_study(store, message.document, study)
                     elif message.kind == "log":
@@ -229,4 +238,4 @@ def _record(run: Run, store: Store, storage: str, study: str, show: Show) -> Doc
                         return message.document
                     else:
                         show(message)
-                    heard = message.number
+                    last_number = message.number

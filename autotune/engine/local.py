@@ -24,7 +24,7 @@ from autotune.execution.child_process import ChildProcess
 # Processes that end at once, again and again, are started less and less often.
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
-# A process that has lived so long has started well.
+# After a process that lived so long, the pause before a restart is the first one again.
 _STARTED_WELL_SECONDS = 60.0
 END_SECONDS = 6.0
 """How long processes may take to end their searches; they are killed then."""
@@ -37,14 +37,15 @@ log = logging.getLogger("autotune.engine")
 
 
 class LocalRun:
-    """A search in a process of this machine."""
+    """A search in a process of this machine: the process's messages until the client has acknowledged them."""
 
     def __init__(self, work_id: str, cancel: Callable[[], object]) -> None:
+        """Wait for messages of the work with this id, which calling ``cancel`` ends."""
         self.work_id = work_id
         self._cancel = cancel
         self._changed = threading.Condition()
         self._messages: deque[Message] = deque()
-        self._last = 0
+        self._last_number = 0
         self.is_over = False
 
     def add(self, kind: str, document: Document) -> None:
@@ -53,8 +54,8 @@ class LocalRun:
             if self.is_over:
                 return
             self.is_over = kind == "end"
-            self._last += 1
-            self._messages.append(Message(self._last, kind, document))
+            self._last_number += 1
+            self._messages.append(Message(self._last_number, kind, document))
             self._changed.notify_all()
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
@@ -67,7 +68,7 @@ class LocalRun:
             return list(self._messages)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the end; return whether it came in time."""
+        """Wait for the end of the search for at most ``seconds``; return whether it came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_over, seconds)
 
@@ -85,7 +86,7 @@ class SearchProcess:
     """A process that runs one search at a time (``autotune.engine.child``)."""
 
     def __init__(self, device: str | None, on_end: Callable[[SearchProcess, str], None]) -> None:
-        """Start the process. A thread calls ``on_end`` with the reason once it has ended."""
+        """Start a process for the device with a UUID, or for any. Once it ends, a thread calls ``on_end`` with why."""
         self.device = device
         self.started_at = time.monotonic()
         self._takes_no_input = False
@@ -105,7 +106,7 @@ class SearchProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process runs and reads its input."""
-        # One that was killed closes its pipes some time before it counts as ended.
+        # A killed process closes its pipes some time before it counts as ended.
         return not self._takes_no_input and self._process.is_alive
 
     def begin(self, work: Work) -> LocalRun:
@@ -114,7 +115,7 @@ class SearchProcess:
         Raises ``DeviceError`` where the process is gone or still busy.
         """
         run = LocalRun(work.id, lambda: self._send({"cancel": work.id}))
-        # One that was told to end may need a moment for it, though nobody listens to it any longer.
+        # A search that was cancelled may need a moment to end, though nobody listens to it any longer.
         if self._run is not None and not self._run.ends_within(END_SECONDS):
             raise DeviceError("this process runs another search", "wait for its end")
         with self._guard:
@@ -125,10 +126,11 @@ class SearchProcess:
         return run
 
     def _send(self, message: Document) -> bool:
+        """Send a message; return ``False`` where the process has ended, or does not read for too long."""
         return self._process.send(message, time.monotonic() + _SEND_SECONDS)
 
     def _read(self) -> None:
-        """Pass messages of the process to its run, until the process ends."""
+        """Add messages of the process to its run until the process ends, then end the run as lost."""
         for line in self._process.reports.lines():
             with contextlib.suppress(ValueError):
                 message = json.loads(line)
@@ -165,7 +167,7 @@ class SearchProcess:
 
 
 class LocalEngine:
-    """Searches on the devices of this machine: its GPUs, or its CPU where there is none."""
+    """Searches on the devices of this machine: its GPUs, or its CPU where there is none. Each has a process."""
 
     shares_storage = True
 
@@ -173,7 +175,9 @@ class LocalEngine:
         self._name = this_host()
         self._guard = threading.Lock()
         self._children: dict[str, SearchProcess] = {}
+        """The process of each device, by UUID."""
         self._pauses: dict[str, float] = {}
+        """The seconds before the last restart of each process that ended, by UUID."""
         self._is_closing = False
         devices = list_devices()
         self._devices = tuple([device for device in devices if device.kind == "cuda"] or devices[:1])
@@ -181,27 +185,30 @@ class LocalEngine:
             self._start_child(device.uuid)
 
     def _start_child(self, uuid: str) -> None:
+        """Start a device's process, unless the engine closes. Raises ``OSError`` where none can be started."""
         with self._guard:
             if not self._is_closing:
                 self._children[uuid] = SearchProcess(uuid, self._on_end)
 
     def _on_end(self, child: SearchProcess, why: str) -> None:
-        """Restart a process. One that ended soon after its start waits longer each time."""
+        """Restart a device's process after a pause, which doubles where the process ended soon after its start."""
         assert child.device is not None
         uuid = child.device
         with self._guard:
             if self._is_closing:
                 return
-            pause = _FIRST_PAUSE_SECONDS
+            pause_seconds = _FIRST_PAUSE_SECONDS
             has_started_well = time.monotonic() - child.started_at >= _STARTED_WELL_SECONDS
             if uuid in self._pauses and not has_started_well:
-                pause = min(_LONGEST_PAUSE_SECONDS, 2 * self._pauses[uuid])
-            self._pauses[uuid] = pause
-        log.error(f"a process for searches is gone: {why}", extra={"fields": {"device": uuid, "again_in": pause}})
-        self._start_later(uuid, pause)
+                pause_seconds = min(_LONGEST_PAUSE_SECONDS, 2 * self._pauses[uuid])
+            self._pauses[uuid] = pause_seconds
+        log.error(
+            f"a process for searches is gone: {why}", extra={"fields": {"device": uuid, "again_in": pause_seconds}}
+        )
+        self._start_later(uuid, pause_seconds)
 
-    def _start_later(self, uuid: str, pause: float) -> None:
-        """Start a device's process after some seconds, and again later where the system has no room for one."""
+    def _start_later(self, uuid: str, pause_seconds: float) -> None:
+        """Start a device's process after a pause, and try again later where the system has no room for a process."""
 
         def start() -> None:
             try:
@@ -210,7 +217,7 @@ class LocalEngine:
                 log.error(f"no process for searches can be started: {error}", extra={"fields": {"device": uuid}})
                 self._start_later(uuid, _LONGEST_PAUSE_SECONDS)
 
-        timer = threading.Timer(pause, start)
+        timer = threading.Timer(pause_seconds, start)
         timer.daemon = True
         timer.start()
 
@@ -235,7 +242,7 @@ class LocalEngine:
         return child.begin(work)
 
     def find(self, work_id: str) -> Run | None:
-        """See ``Engine.find``; no process outlives the one that started it."""
+        """See ``Engine.find``; always ``None``, since no search outlives the process that started it."""
         return None
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ _RAY_FOLDERS = ("ray/thirdparty_files", "ray/_private/workers")
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a node says of itself."""
+    """What a node of the cluster tells of itself, before searches are sent to it."""
 
     host: str
     version: str
@@ -58,9 +58,10 @@ def facts_here() -> NodeFacts:
 
 
 class SearchActor:
-    """One search on this node."""
+    """A Ray actor that runs one search on its node, in a child process, and hands out the search's messages."""
 
     def __init__(self, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        """Take the time that the actor waits for a call before it ends itself; prepare the environment of trials."""
         self._patience_seconds = patience_seconds
         self._asked_at = time.monotonic()
         self._child: SearchProcess | None = None
@@ -71,14 +72,14 @@ class SearchActor:
         # where its own process (the raylet) has not got it.
         if _variable_of_raylet("OMP_NUM_THREADS") is None:
             os.environ.pop("OMP_NUM_THREADS", None)
-        # What this process can import its child can: the folder of this package may be known to Ray alone.
+        # The child process can import what this one can: the folder of this package may be known to Ray alone.
         sys.path[:] = [folder for folder in sys.path if not folder.endswith(_RAY_FOLDERS)]
         os.environ["PYTHONPATH"] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
-        # From here on: who made this actor may be gone before it begins.
+        # From now on, since the client that made this actor may be gone before it calls ``begin``.
         threading.Thread(target=self._watch, args=(os._exit,), name="patience", daemon=True).start()
 
     def facts(self, most_gpus: int) -> Document:
-        """Return the facts about this node, with the first ``most_gpus`` GPUs, which Ray may assign."""
+        """Return the ``NodeFacts`` of this node, with its first ``most_gpus`` GPUs, as many as Ray may assign."""
         # Ray hides all GPUs from this actor, which was given none. Use the variable of the node's own Ray process.
         visible = _variable_of_raylet(_VISIBLE)
         os.environ.pop(_VISIBLE, None)
@@ -90,7 +91,7 @@ class SearchActor:
         return facts
 
     def begin(self, work: Document) -> None:
-        """Start the search; only one per actor."""
+        """Start the search of some ``Work``; do nothing where the actor has one already."""
         self._asked_at = time.monotonic()
         if self._run is not None:
             return
@@ -98,11 +99,15 @@ class SearchActor:
         self._run = self._child.begin(decode(work, Work))
 
     def messages(self, after: int, wait_seconds: float) -> list[Document]:
-        """Return the messages after number ``after``, and drop those up to it."""
+        """Return the search's messages with numbers above ``after``, waiting for one at most ``wait_seconds``.
+
+        Messages up to ``after`` are dropped: the client has them.
+        """
         self._asked_at = time.monotonic()
         if self._run is None:
             return []
         messages = self._run.messages(after, wait_seconds)
+        # The wait itself does not count as time in which no client called.
         self._asked_at = time.monotonic()
         return [encode(message) for message in messages]
 
@@ -118,15 +123,15 @@ class SearchActor:
             self._child.wait(5.0)
 
     def _watch(self, leave: Callable[[int], object]) -> None:
-        """End the search and this process once no client has called for too long."""
-        while (left := self._asked_at + self._patience_seconds - time.monotonic()) > 0:
-            time.sleep(min(left, 10.0) + 0.01)
+        """End the search, then this process by ``leave``, once no client has called for ``_patience_seconds``."""
+        while (left_seconds := self._asked_at + self._patience_seconds - time.monotonic()) > 0:
+            time.sleep(min(left_seconds, 10.0) + 0.01)
         self.end()
         leave(0)
 
 
 def _variable_of_raylet(name: str) -> str | None:
-    """Return an environment variable of the Ray process that started this process."""
+    """Return an environment variable of Ray's process on this node (raylet); ``None`` where it is not known."""
     raylet = os.environ.get("RAY_RAYLET_PID")
     if raylet is not None:
         with contextlib.suppress(OSError):
@@ -140,21 +145,25 @@ def _variable_of_raylet(name: str) -> str | None:
 _REFRESH_SECONDS = 5.0
 _FACTS_SECONDS = 60.0
 _AWAY_SECONDS = 2.0
-_REFUSED_SECONDS = 60.0  # A refused node is asked again then: its process may have died of what has passed.
+# A refused node is asked again after this: why its process failed may have passed.
+_REFUSED_SECONDS = 60.0
 
 log = logging.getLogger("autotune.engine")
 
 
 class RayRun:
-    """A search in an actor of a cluster."""
+    """A search in an actor of a cluster, as its client sees it."""
 
     def __init__(self, cluster: RayCluster, work_id: str, actor: Any, patience_seconds: float) -> None:
+        """Take the search of an actor that is named ``work_id`` and waits ``patience_seconds`` for a call."""
         self._cluster = cluster
         self._work_id = work_id
         self._actor = actor
         self._patience_seconds = patience_seconds
         self._ticket: Any = None
+        """Ray's reference to the messages that the actor was asked for; ``None`` where none are outstanding."""
         self._away_since: float | None = None
+        """The ``time.monotonic`` from which the cluster has not answered; ``None`` where it does."""
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
         """See ``Run.messages``. If the cluster is unreachable for longer than the actor waits, the search is lost."""
@@ -178,13 +187,13 @@ class RayRun:
         return [Message(after + 1, "end", {"state": "lost", "why": f"its node was lost: {why}"})]
 
     def _wait_for_the_cluster(self, after: int, error: ServiceError) -> list[Message]:
-        """Try to reconnect. Return no messages, or the search's loss after as long as the actor would wait."""
+        """Try to reconnect. Return no messages, or the end of a lost search once the actor waits no longer."""
+        # A reference does not outlive its connection.
         self._ticket = None
-        moment = time.monotonic()
         if self._away_since is None:
-            self._away_since = moment
+            self._away_since = time.monotonic()
             log.info("the cluster is away: %s", error.message)
-        if moment - self._away_since > self._patience_seconds:
+        if time.monotonic() - self._away_since > self._patience_seconds:
             return self._lost_message(after, error.message)
         try:
             self._cluster.connect_again()
@@ -211,7 +220,7 @@ class RayRun:
 
 
 class RayEngine:
-    """Searches on the nodes of one cluster."""
+    """Runs searches on the nodes of one Ray cluster, of which a thread keeps a list."""
 
     shares_storage = False
 
@@ -222,9 +231,12 @@ class RayEngine:
         self._cluster.connect()
         self._here = facts_here()
         self._facts: dict[str, NodeFacts] = {}
+        """Of each node that is used, by its id."""
         self._refused: dict[str, tuple[str, float]] = {}
+        """Of each node that is not used: why, and the ``time.monotonic`` at which it was asked."""
         self._hosts: tuple[Host, ...] = ()
         self._away: str | None = None
+        """Why the cluster does not answer; ``None`` where it does."""
         self._is_closing = threading.Event()
         self.refresh()
         self._thread = threading.Thread(target=self._refresh_often, name="cluster", daemon=True)
@@ -243,7 +255,7 @@ class RayEngine:
                     self._cluster.connect_again()
 
     def refresh(self) -> None:
-        """Update the list of nodes, and request the facts of new nodes."""
+        """Update the hosts from the cluster's nodes, and ask new nodes for their facts."""
         nodes = {node.id: node for node in self._cluster.nodes()}
         self._refused = {key: self._refused[key] for key in nodes if key in self._refused}
         hosts = []
@@ -258,7 +270,10 @@ class RayEngine:
         self._hosts = tuple(hosts)
 
     def _facts_of(self, node: ClusterNode) -> NodeFacts | None:
-        """Return the facts of a node; ``None`` for a node that is refused or does not answer."""
+        """Return the facts of a node, asking it where they are unknown; ``None`` where it is refused or silent.
+
+        Refused is a node that cannot run autotune, or has another version of it.
+        """
         if node.id in self._facts:
             return self._facts[node.id]
         if node.id in self._refused and time.monotonic() - self._refused[node.id][1] < _REFUSED_SECONDS:
@@ -301,7 +316,7 @@ class RayEngine:
         """See ``Engine.start``. Ray gives the actor as many GPUs of the node as the work has devices."""
         wanted = [device for device in host.devices if device.uuid in work.devices]
         gpus = sum(device.kind == "cuda" for device in wanted)
-        # A CPU trains with all cores, but one that is reserved keeps a second search away.
+        # A search on a CPU trains with all cores. One reserved core keeps a second search away.
         actor = self._cluster.start(
             SearchActor, (self._patience_seconds,), host.node, gpus=gpus, cpus=0 if gpus else 1, name=work.id
         )

@@ -26,11 +26,11 @@ WITHOUT_TOKEN_VARIABLE = "AUTOTUNE_RAY_WITHOUT_TOKEN"
 _MODE, _TOKEN, _TOKEN_PATH, _ADDRESS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"
 # Where Ray itself looks last (ray/_private/authentication/authentication_token_setup.py, Ray 2.60).
 _TOKEN_FILE = Path("~/.ray/auth_token")
-# Questions that the control server of a cluster and its server for clients know (gcs_service.proto, ray_client.proto).
-# To an unknown question a server answers ``UNIMPLEMENTED``, without asking for a token.
+# gRPC methods of a cluster's control server and of its server for clients (gcs_service.proto, ray_client.proto). To an
+# unknown method a server answers ``UNIMPLEMENTED``, without asking for a token.
 _OF_CONTROL = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _OF_CLIENTS = "/ray.rpc.RayletDriver/ClusterInfo"
-# The answers to a caller with access. The server for clients does not know this client yet.
+# The status for a caller with access. The server for clients does not know this client yet.
 _ANSWERS = {_OF_CONTROL: "OK", _OF_CLIENTS: "NOT_FOUND"}
 _REFUSED, _UNKNOWN = "UNAUTHENTICATED", "UNIMPLEMENTED"
 _PROBE_SECONDS = 10.0
@@ -44,10 +44,10 @@ class NodeLostError(Exception):
 
 @dataclass(frozen=True)
 class ClusterNode:
-    """What a node offers to Ray."""
+    """A machine of the cluster, with the GPUs and CPU cores that Ray may assign there."""
 
     id: str
-    """Ray's own, for as long as the node is up."""
+    """Ray's id of the node, for as long as the node is up."""
     host: str
     gpus: int
     cpus: int
@@ -103,11 +103,15 @@ class RayCluster:
     """
 
     def __init__(self, address: str) -> None:
+        """Take the address ``ray://HOST:PORT`` or ``ray://auto``, without connecting. May raise ``InvalidRequestError``."""
         self.address = check_address(address)
         self.ray: Any = None
+        """The imported package."""
         self._is_ours = False
+        """Whether the connection was made here, not by the program that uses autotune."""
         self._guard = threading.Lock()
         self._target = ""
+        """The address that Ray's client connects to."""
 
     def connect(self) -> None:
         """Connect to the cluster. Raises ``ServiceError`` where it is missing or must not be used."""
@@ -151,7 +155,10 @@ class RayCluster:
                 self.ray.shutdown()
 
     def _check_token_here(self) -> Token | None:
-        """Return this machine's token for the cluster; ``None`` where the user allows a cluster without one."""
+        """Return this machine's token for the cluster; ``None`` where the user allows a cluster without one.
+
+        Raises ``ServiceError`` where there is no token, or Ray is told to use none.
+        """
         mode = os.environ.get(_MODE, "token").lower()
         if trusts_without_token():
             return find_token() if mode == "token" else None
@@ -170,11 +177,12 @@ class RayCluster:
     def _probe(self, grpc: Any, target: str, token: Token | None) -> bool:
         """Check that the cluster requires a token and accepts ours; return whether the address is the control server.
 
-        Ray itself would try for 10 to 20 seconds before it reports a refusal.
+        Raises ``ServiceError`` otherwise. Asks by gRPC, since Ray itself would try for 10 to 20 seconds before it
+        reports a refusal.
         """
 
         def status(question: str, metadata: tuple[tuple[str, str], ...] = ()) -> str:
-            """Return the name of the status with which the cluster answers a question."""
+            """Return the name of the gRPC status with which the cluster answers a call of a method."""
             with grpc.insecure_channel(target) as channel:
                 ask = channel.unary_unary(question, request_serializer=bytes, response_deserializer=bytes)
                 try:
@@ -233,7 +241,10 @@ class RayCluster:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translate Ray's errors to ``ServiceError`` and ``NodeLostError``."""
+        """Translate Ray's errors in the block.
+
+        ``NodeLostError``: an actor is gone. ``AutotuneError``: its code failed. ``ServiceError``: no answer comes.
+        """
         ray = self.ray
         try:
             yield
@@ -270,7 +281,10 @@ class RayCluster:
     def start(
         self, kind: type, arguments: tuple[Any, ...], node: str, *, gpus: int, cpus: int, name: str | None
     ) -> Any:
-        """Start an actor of a class on a node without waiting. A named actor outlives this process."""
+        """Start an actor of the class ``kind`` on a node without waiting, and return its handle.
+
+        An actor with a ``name`` outlives this process.
+        """
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options: dict[str, Any] = {
@@ -288,7 +302,7 @@ class RayCluster:
             return self.ray.remote(kind).options(**options).remote(*arguments)
 
     def find(self, name: str) -> Any:
-        """Return the actor of this name; ``None`` where there is none."""
+        """Return the handle of the actor with a name; ``None`` where there is none."""
         with self._errors():
             try:
                 return self.ray.get_actor(name, namespace=_NAMESPACE)
@@ -301,7 +315,7 @@ class RayCluster:
             return getattr(actor, question).remote(*arguments)
 
     def is_ready(self, ticket: Any, wait_seconds: float) -> bool:
-        """Return whether a result is available, after waiting for at most ``wait_seconds``."""
+        """Return whether the result of a call is available, waiting for it at most ``wait_seconds``."""
         with self._errors():
             return bool(self.ray.wait([ticket], timeout=wait_seconds)[0])
 

@@ -1,7 +1,7 @@
 """Define the work that an engine gets, its messages about the work, and the protocols of engines and their runs.
 
-An engine runs a whole search, or a verification, in a process of its own. That process says what happens in messages;
-whoever asked for the search takes them, and an end is the last of them.
+An engine runs a whole search, or a verification of a winner, in a process of its own. That process says what happens in
+messages to the client, the process that asked for the work; the last message is an end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CodeKind = Literal["trainer", "loop", "script"]
 WorkKind = Literal["search", "resume", "verify"]
 
 EVENTS = ("line", "study", "trial_begins", "trial", "verification")
-"""The kinds of messages that are kept: lines as the terminal shows them, and what a page draws."""
+"""The kinds of messages that a service keeps: lines as the terminal shows them, and what its pages draw."""
 # Options of a search that are not sent with the work: they concern only the asking process, or bring code along.
 NOT_OF_THE_WORK = frozenset(
     {"storage", "wait", "as_json", "server", "priority", "executor", "verify", "code", *BRINGS_CODE}
@@ -34,16 +34,16 @@ NOT_OF_THE_WORK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """Training code that is on the machine which searches."""
+    """The user's own training code, on the machine where the search runs."""
 
     kind: CodeKind
     value: str | tuple[str, ...]
     """As the command line has it: ``FILE:FUNCTION``, or a script's words."""
     folder: str
-    """Where it runs."""
+    """Its working directory."""
 
     def placed(self, request: SearchRequest) -> SearchRequest:
-        """Return a request whose code runs in this code's folder."""
+        """Return a request for this code, with the code's folder as the working directory of trials."""
         source = request.workload.source
         assert source is not None
         source = dataclasses.replace(source, cwd=self.folder)
@@ -55,10 +55,10 @@ class Work:
     """A search or a verification that an engine is to run."""
 
     id: str
-    """Names this attempt at it."""
+    """Of this attempt: the same search may be tried again after a loss."""
     study: str
     options: Document
-    """Those that were given, JSON-ready."""
+    """The options that the user gave, JSON-ready."""
     kind: WorkKind = "search"
     code: Code | None = None
     devices: tuple[str, ...] = ()
@@ -68,14 +68,14 @@ class Work:
     studies: tuple[Document, ...] = ()
     """For a temporary database: the studies to copy into it, among them the one that is continued."""
     folders: tuple[str, ...] | None = None
-    """The only folders from which options may name files, where another user asks for the work; ``None`` for any."""
+    """The only folders whose files the options may name, for work that another user asks for; ``None`` for any."""
     wait: bool = True
     """Whether to wait while another search holds a device or the study."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something that a process says of its work.
+    """An event of some work, as its process tells the client.
 
     Besides the kinds of ``EVENTS``: ``status`` (what runs now), ``record`` (a study as ``take_in`` takes it), ``log``
     (the end of a trial's log, by its number) and ``end``, whose ``state`` is ``finished``, ``failed``, ``interrupted``
@@ -102,7 +102,7 @@ class Run(Protocol):
     """A search that an engine runs."""
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
-        """Return the messages after number ``after``, waiting for the first at most ``wait_seconds``.
+        """Return the messages with numbers above ``after``, waiting for the first at most ``wait_seconds``.
 
         Messages up to ``after`` are acknowledged and dropped. The last message of all is an end.
         """
@@ -118,7 +118,7 @@ class Engine(Protocol):
     """Runs whole searches."""
 
     shares_storage: bool
-    """Whether its processes can write the database of whoever asks."""
+    """Whether its processes can write the client's database."""
 
     def hosts(self) -> Sequence[Host]:
         """Return the machines with the devices on which searches can be started."""
@@ -139,14 +139,17 @@ class Engine(Protocol):
 def search_request(
     options: Document, devices: Sequence[Device], study: str | None = None, code: Code | None = None
 ) -> SearchRequest:
-    """Return the request of these options on the devices, without calling ``check_request``."""
-    count = int(options["gpus"]) if str(options.get("gpus") or "").isdecimal() else 1
+    """Return the request of a work's options on these devices, for its ``code`` where it has any.
+
+    Raises ``DeviceError`` for too few devices and the errors of single options; ``check_request`` is not called.
+    """
+    gpu_count = int(options["gpus"]) if str(options.get("gpus") or "").isdecimal() else 1
     given = {name: value for name, value in options.items() if name not in NOT_OF_THE_WORK}
     given = {**check_arguments(given), "device": devices[0].uuid}
     if code is not None:
         given[code.kind] = code.value
-    if len(devices) < count:
-        raise DeviceError(f"--gpus {count}: there are {len(devices)}", "ask for as many as one machine has")
+    if len(devices) < gpu_count:
+        raise DeviceError(f"--gpus {gpu_count}: there are {len(devices)}", "ask for as many as one machine has")
     request = request_of(given, devices if options.get("gpus") else devices[:1])
     if code is not None:
         request = code.placed(request)
@@ -154,7 +157,7 @@ def search_request(
 
 
 def code_in(options: Document, folder: Path) -> Code | None:
-    """Return the user's code that command-line options name, to be run in this folder."""
+    """Return the user's code that command-line options name, to be run in ``folder``; ``None`` where they name none."""
     for kind in ("trainer", "loop", "script"):
         value = options.get(kind)
         if value:
@@ -183,9 +186,9 @@ def check_paths(options: Document, folders: Sequence[Path]) -> None:
 
 
 def _may_be_read(value: str, folders: Sequence[Path]) -> bool:
-    """Return whether a value is a name of the catalog or the hub, or a path within one of the operator's folders.
+    """Return whether a service may read a value: a name of the catalog or the hub, or a path within ``folders``.
 
-    A name is no path, unless a file of that name exists here.
+    A value that looks like a name is a path where a file of that name exists here.
     """
     looks_like_path = value.startswith((".", "~", "/")) or ".." in value.split("/") or "\\" in value or "\0" in value
     try:

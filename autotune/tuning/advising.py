@@ -115,12 +115,7 @@ class _Job:
 
 
 def _models_of(
-    chips: list[Chip],
-    options: dict[str, Any],
-    answers: AnswerCache,
-    counts: tuple[int, ...],
-    *,
-    saves_memory: bool,
+    chips: list[Chip], options: dict[str, Any], answers: AnswerCache, counts: tuple[int, ...], *, saves_memory: bool
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
     """Predict memory and operations for GPUs with flash attention (``True``) and without, which lack bf16 too.
 

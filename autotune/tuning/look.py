@@ -147,8 +147,8 @@ class Looker:
         if asked_step.weights != winners_step.weights:
             raise _UnknownError("its weights are other ones each time it is run; set a seed before the model is made")
         # Sums of all numbers that the model was given.
-        inputs = asked_step.batch, winners_step.batch
-        if inputs[0] is not None and inputs[1] is not None and not math.isclose(*inputs, rel_tol=1e-9):
+        one, other = asked_step.batch, winners_step.batch
+        if one is not None and other is not None and not math.isclose(one, other, rel_tol=1e-9):
             raise _UnknownError("another batch has other samples, or pads and masks them otherwise")
         whole = difference(asked_step, winners_step)
         if whole is None:

@@ -281,8 +281,7 @@ class Plan:
         seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
         usual, spent = statistics.median(seconds) if seconds else 0.0, self._seconds_with_levers
         return self._once_known(
-            "lever",
-            lambda: self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent),
+            "lever", lambda: self.anytime.next(self.history, self.in_space, usual_seconds=usual, spent_seconds=spent)
         )
 
     @property

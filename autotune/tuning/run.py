@@ -103,14 +103,7 @@ def run_search(
         database = os.path.realpath(path) if path is not None else location.label
         name = request.study or functools.partial(study_names, request)
         study, has_waited = stack.enter_context(
-            take_turn(
-                request.devices,
-                name,
-                database,
-                wait=wait,
-                note=observer.note,
-                is_taken=is_taken,
-            )
+            take_turn(request.devices, name, database, wait=wait, note=observer.note, is_taken=is_taken)
         )
         if others:
             other, why = next(iter(others.items()))
@@ -249,13 +242,7 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
     return facts
 
 
-def _search(
-    prepared: Prepared,
-    place: Place,
-    store: Store,
-    observer: Observer,
-    folder: Path,
-) -> StudyRecord:
+def _search(prepared: Prepared, place: Place, store: Store, observer: Observer, folder: Path) -> StudyRecord:
     """Run the search; return its study. Where it ends without a result, note the command that shows or resumes it."""
     from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
     from autotune.tuning.forecast import forecast_of
