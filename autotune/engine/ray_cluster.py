@@ -103,7 +103,7 @@ class RayCluster:
     """
 
     def __init__(self, address: str) -> None:
-        """Take the address ``ray://HOST:PORT`` or ``ray://auto``, without connecting. May raise ``InvalidRequestError``."""
+        """Take the address ``ray://HOST:PORT`` or ``ray://auto``; ``connect`` uses it."""
         self.address = check_address(address)
         self.ray: Any = None
         """The imported package."""

@@ -33,9 +33,10 @@ _LOCK_TIMEOUT_SECONDS = 5.0
 
 
 def measured_pools(storage: str, workload: Workload) -> dict[str, Pool]:
-    """Return the completed trials of a workload by chip name; an empty dictionary where the database is unreadable.
+    """Return the recorded completed trials of a workload, pooled for each kind of GPU, by the name of its chip.
 
-    Disturbed and shortened trials count like others: their own spread is part of the interval.
+    Disturbed and shortened trials count like others: their own spread is part of the interval. Empty where the database
+    is unreadable.
     """
     try:
         found = measured_trials(storage, workload.fingerprint(), _LOCK_TIMEOUT_SECONDS)
@@ -50,7 +51,7 @@ def measured_pools(storage: str, workload: Workload) -> dict[str, Pool]:
 
 
 _PLENTY_BYTES = 2**42
-"""Memory of the GPUs that stand for all of their kind: no candidate is left out for want of it."""
+"""Memory of a GPU that stands for all of its kind (``_models_of``), so that no candidate is left out for want of it."""
 
 
 def advised(
@@ -64,9 +65,11 @@ def advised(
     options: dict[str, Any],
     columns: int | None,
 ) -> Document:
-    """Return ``advice`` (what ``--json`` prints), the ``lines`` of its text, and ``notes`` on its sources.
+    """Compare GPUs for a training; return ``advice`` (what ``--json`` prints), its text's ``lines``, and ``notes``.
 
-    The table of the text is at most ``columns`` wide.
+    ``gpu`` names GPUs (``None`` or ``all``: all known), each in all ``gpu_counts``; ``gpu_spec`` is a file with further
+    ones. ``price`` and the file ``prices`` say what they cost. The training has so many ``samples`` and these other
+    ``options``. ``storage`` has measured trials and cached predictions. The table is at most ``columns`` wide.
     """
     tokens = options.get("effective_tokens")
     if tokens is not None:
@@ -93,7 +96,7 @@ def advised(
             offers = [_best_offer(chip, count, job, paid.of.get(chip.name)) for chip in chips for count in gpu_counts]
             refused = [offer for offer in offers if offer.graded is None and offer.gpus == 1 and offer.chip.rates]
             if not refused or not prepared.space.saving_arms:
-                # What saves memory is for GPUs on which nothing fits without.
+                # Arms that save memory are for GPUs on which nothing else fits.
                 break
     unquantized = prepared.unquantized_bytes
     notes = [f"Not quantized: {experts_line(unquantized, workload.dtype)}."] if unquantized else []
@@ -106,26 +109,30 @@ def advised(
 
 @dataclass(frozen=True)
 class _Job:
-    """What is trained, and all that is known of its memory and speed."""
+    """The training to find a GPU for, with predictions and measurements of its memory and speed."""
 
     prepared: Prepared
     models: dict[bool, MemoryModel]
+    """Predictions for GPUs with flash attention (``True``) and without."""
     grades: Grades
+    """Measurements, which say how reliable a prediction of speed is."""
     samples: float
+    """Number of samples to train on."""
 
 
 def _models_of(
     chips: list[Chip], options: dict[str, Any], answers: AnswerCache, counts: tuple[int, ...], *, saves_memory: bool
 ) -> tuple[Prepared, dict[bool, MemoryModel]]:
-    """Predict memory and operations for GPUs with flash attention (``True``) and without, which lack bf16 too.
+    """Predict memory and operations of a training on ``counts`` of GPUs; return the prepared search and predictions.
 
-    One GPU stands for each kind: cuBLAS workspaces, at most 48 MiB apart, and the scratch of reductions are those of an
+    There is a prediction for GPUs with flash attention (``True``) and one for those without, which lack bf16 too. One
+    GPU stands for each kind: cuBLAS workspaces, at most 48 MiB apart, and the scratch of reductions are those of an
     H200. With ``saves_memory``, memory-saving arms are predicted as well.
     """
     kinds = sorted({chip.has_flash_attention for chip in chips}, reverse=True)
     stand_ins = {True: CHIPS["h200"], False: CHIPS["v100-32gb"]}
     wanted = options["precision"]
-    # Those that can do nothing wanted are told so later.
+    # GPUs that have no wanted precision are told so later, by ``_why_nothing``.
     able = [chip for chip in chips if set(wanted or PRECISIONS) & set(precisions_of(chip.capability))]
     if not able:
         names = ", ".join(chip.name for chip in chips)
@@ -136,7 +143,7 @@ def _models_of(
     if wanted is not None:
         kinds = [kind for kind in kinds if set(wanted) & set(stand_ins[kind].precisions)]
     only = {kind: _supported_precisions(wanted, stand_ins[kind].precisions) for kind in kinds}
-    # GPUs are compared in the same training, which all that are able have to do.
+    # GPUs are compared in the same training, whose weights need a dtype that all of them compute in.
     common = {precision for precision in PRECISIONS if all(precision in precisions_of(c.capability) for c in able)}
     options = {**options, "memory_limit": None, "world_size": 1}
     workload = in_usual_dtype(build_workload(options), options["dtype"], common)
@@ -144,7 +151,7 @@ def _models_of(
         _check_one_dtype(wanted or (), workload.dtype, able)
     options["dtype"] = workload.dtype
     if len(kinds) == 2 and workload.dtype == "float32":
-        # No kind of attention makes a difference to float32, of which both would say the same.
+        # In float32 no attention is flash attention, so that both predictions would be the same.
         only[False] = _supported_precisions(only[False], ("fp16",)) if wanted else ("fp16",)
     targets = [(replace(stand_ins[kind], memory_bytes=_PLENTY_BYTES), _PLENTY_BYTES) for kind in kinds]
     requests = [{**options, "precision": only[kind]} for kind in kinds]
@@ -172,7 +179,7 @@ def _supported_precisions(wanted: tuple[str, ...] | None, precisions: tuple[str,
 
 
 def _best_offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer:
-    """Return the fastest measured, else predicted step on some GPUs of a kind, or why there is none."""
+    """Return the offer of ``count`` GPUs: with the fastest measured, else predicted step, or with why there is none."""
 
     def refused(why: str) -> Offer:
         return Offer(chip, None, why, job.samples, price, count)
@@ -182,15 +189,15 @@ def _best_offer(chip: Chip, count: int, job: _Job, price: float | None) -> Offer
     if count > 1 and chip.rates.link is None:
         return refused("several in one host are not predicted")
     ceiling = Ceiling(None, chip.memory_bytes, TYPICAL_CONTEXT_BYTES, job.prepared.request.headroom)
-    known, least = _fitting_steps(chip, count, job, ceiling)
-    if known:
-        graded = [job.grades.graded(chip, step) for step in known]
+    steps, least_bytes = _fitting_steps(chip, count, job, ceiling)
+    if steps:
+        graded = [job.grades.graded(chip, step) for step in steps]
         # What was measured here is better known than a prediction that promises a little more.
         best = [each for each in graded if each.grade == "measured"] or graded
         return Offer(chip, min(best, key=lambda each: each.step.seconds), None, job.samples, price, count)
-    if least is None:
+    if least_bytes is None:
         return refused(f"nothing is predicted for it{_why_nothing(chip, job)}")
-    return refused(f"the smallest candidate needs {format_bytes(least)} of {format_bytes(ceiling.line_bytes)}")
+    return refused(f"the smallest candidate needs {format_bytes(least_bytes)} of {format_bytes(ceiling.line_bytes)}")
 
 
 def _why_nothing(chip: Chip, job: _Job) -> str:
@@ -207,13 +214,16 @@ def _why_nothing(chip: Chip, job: _Job) -> str:
 
 
 def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple[list[StepTime], int | None]:
-    """Return the predicted steps of all candidates that fit, and the smallest memory need of the others."""
+    """Return the predicted steps of all candidates that fit on ``count`` GPUs, and the least memory of any candidate.
+
+    That is ``None`` where nothing is predicted.
+    """
     speeds, space = StepTimeModel(chip), of_ranks(job.prepared.space, count)
     steps: list[StepTime] = []
-    least: int | None = None
+    least_bytes: int | None = None
     for arm in (*space.arms, *(job.prepared.space.saving_arms if count == 1 else ())):
         if arm not in space.arms and steps:
-            # What saves memory is for where nothing fits without.
+            # Arms that save memory are for where nothing else fits.
             break
         model = _model_of(arm, chip, job.models)
         operations = model.operations(arm) if model is not None else None
@@ -226,18 +236,21 @@ def _fitting_steps(chip: Chip, count: int, job: _Job, ceiling: Ceiling) -> tuple
                 continue
             # DDP holds every gradient a second time, in its buckets. A search keeps it from a third copy where that
             # would matter, see autotune.tuning.strategies.
-            needed = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
-            least = min(needed, least or needed)
-            if ceiling.bounds.fits(needed, margin=PREDICTION_MARGIN):
+            needed_bytes = predicted.peak_reserved_bytes + (operations.gradient_bytes if count > 1 else 0)
+            least_bytes = min(needed_bytes, least_bytes or needed_bytes)
+            if ceiling.bounds.fits(needed_bytes, margin=PREDICTION_MARGIN):
                 shared = replace(arm, strategy="ddp", ranks=count) if count > 1 else arm
                 steps.append(speeds.predict(operations, replace(candidate, arm=shared)))
-    return steps, least
+    return steps, least_bytes
 
 
 def _model_of(arm: Arm, chip: Chip, models: dict[bool, MemoryModel]) -> MemoryModel | None:
-    """Return the predictions for this kind of GPU; in float32 of either kind, since flash attention needs 16 bits."""
+    """Return the memory model that holds for an arm on a GPU; ``None`` where none was predicted.
+
+    In float32 the model of either kind of GPU holds, since flash attention needs 16 bits.
+    """
     own = models.get(chip.has_flash_attention)
-    # fp32 is in 16 bits where the weights are, and then predicted for each kind.
+    # The precision ``fp32`` computes in 16 bits where the weights have them, and then is predicted for each kind.
     if arm.precision in ("fp16", "bf16") or (own is not None and own.operations(arm) is not None):
         return own
     return models.get(True) or models.get(False)

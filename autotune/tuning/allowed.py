@@ -1,4 +1,4 @@
-"""Refuse what a search cannot do: before a process is started, and once the model was inspected."""
+"""Refuse a request that cannot be searched: before a process is started, and once the model was inspected."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from autotune.tuning.request import DEFAULT_OPTIM, SearchRequest
 
 def check_request(request: SearchRequest) -> None:
     """Raise an error for every mistake in a request that can be found before a process is started."""
+    # These properties raise where batches or precisions are impossible.
     _ = request.batches, request.chosen_precisions
     _check_ranks_of_own_code(request)
     # Before the levers, which may ask for packages to be installed.
@@ -51,7 +52,7 @@ def _check_levers(request: SearchRequest) -> None:
         raise InvalidRequestError(
             f"weights in {request.workload.quantize[0]} bits cannot be trained directly", "add --peft lora"
         )
-    # What bitsandbytes allocates is predicted without it; adapters are peft's own.
+    # Predictions for other GPUs do without bitsandbytes, whose memory is computed, but not without peft's modules.
     needed = packages_of_workload(request.workload)
     for package in needed if request.is_at_hand else set(needed) - {"bitsandbytes"}:
         require(package, "--quantize" if package == "bitsandbytes" else "--peft lora")
@@ -119,11 +120,13 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
     settings = request.settings()
     _check_together(request, settings)
     for row in LEVERS:
+        # ``True`` allows the search to try a lever, as another order of samples, which is no setting of every arm.
         is_allowed = row.option is not None and getattr(request, row.option) is True
         if row.option is None or (row.name not in settings and not is_allowed):
             continue
-        few = "length_multiple" in settings and row.name != "length_multiple" and not is_allowed
-        why = why_not(row, dataclasses.replace(training, shapes_vary=training.shapes_vary and not few))
+        # With ``length_multiple`` samples have few lengths, so that shapes hardly vary for the other levers.
+        has_few_shapes = "length_multiple" in settings and row.name != "length_multiple" and not is_allowed
+        why = why_not(row, dataclasses.replace(training, shapes_vary=training.shapes_vary and not has_few_shapes))
         if row.part_of == "gradient_checkpointing" and request.gradient_checkpointing == "off":
             why = "nothing is recomputed with --gradient-checkpointing off"
         if is_allowed and not request.goes_on:
@@ -161,7 +164,7 @@ def _check_together(request: SearchRequest, settings: Mapping[str, Any]) -> None
 
 
 def _option_of(row: Lever) -> str:
-    """Return the option of the command line that turns a setting on."""
+    """Return the option of the command line that turns a lever's setting on, for messages."""
     return BY_NAME[row.option or {"use_liger_kernel": "liger"}.get(row.name, row.name)].said("on")
 
 
@@ -239,7 +242,7 @@ def _check_strategies(request: SearchRequest) -> None:
     strategies = request.asked_strategies
     if strategies is None:
         return
-    # On one GPU this one is of use as well: it moves the optimizer to the CPU.
+    # ``zero2-offload`` is of use on one GPU as well: it moves the optimizer to the CPU.
     if request.beside and strategies != ("zero2-offload",):
         raise InvalidRequestError(
             f"--strategy {','.join(strategies)} is how several GPUs train together, and --parallel has each trial "
@@ -295,7 +298,7 @@ def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
             f"--strategy {asked[0]}: DeepSpeed's steps are not searched compiled",
             f"leave {BY_NAME['torch_compile'].parameter} out, or use --strategy ddp",
         )
-    # Last, so that nothing has to be installed for what cannot be.
+    # Last, so that nobody installs DeepSpeed for a search that is refused anyway.
     if request.is_at_hand:
         require(DEEPSPEED, f"--strategy {asked[0]}")
 
@@ -304,7 +307,10 @@ def _check_zero(request: SearchRequest, asked: Sequence[Strategy]) -> None:
 
 
 def check_machine(request: SearchRequest, facts: Inspection) -> ModelFacts:
-    """Return the inspected model. Raises an error where it cannot be built, or cannot be trained on several GPUs."""
+    """Return the inspected model. Raises an error where it cannot be built, or where several GPUs lack NCCL.
+
+    That is ``DeviceError`` for NCCL, else ``InvalidRequestError`` or ``UnknownModelError``.
+    """
     if facts.lacks_nccl:
         raise DeviceError(
             f"this torch has no NCCL, through which {request.ranks} GPUs exchange gradients",
@@ -363,7 +369,7 @@ def _check_sharding(request: SearchRequest, model: ModelFacts) -> None:
 
 
 def _sharding_of(request: SearchRequest, strategy: Strategy) -> tuple[str, str]:
-    """Return the option that requests sharded weights, and the advice for training without them."""
+    """Return, for a message, the option that requests sharded weights, and the advice to train without sharding."""
     if request.context_parallel > 1:
         return f"--context-parallel {request.context_parallel}", "leave --context-parallel out"
     return f"--strategy {strategy}", "use --strategy ddp"

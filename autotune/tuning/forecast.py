@@ -40,7 +40,7 @@ _PREDICTION_BYTES = GIB
 # Trials of image models that were timed beside predictions were wrong by 10 % and more, so a search waits for
 # predictions there, in total no longer than this.
 _PATIENCE_SECONDS = 20.0
-# The same for several ranks, whose strategies make more and slower predictions, and for models that are large for the
+# That limit for several ranks, whose strategies make more and slower predictions, and for models that are large for the
 # memory, of which most candidates do not fit. With 20 s a search of Llama-3.2-1B on two H200 tried candidates before
 # they were predicted: 12 of 17 ran out of memory, and it took 96 s.
 _LONG_PATIENCE_SECONDS = 60.0
@@ -49,7 +49,7 @@ _MOST_RUNGS = 12
 
 
 class Submitter(Protocol):
-    """Runs prediction jobs in processes of their own."""
+    """Runs prediction jobs in processes of their own; the ``TrialServer`` is one."""
 
     def submit(self, job_id: str, work: PredictionWork, timeout_seconds: float) -> None:
         """Start a job without waiting for it."""
@@ -60,7 +60,7 @@ class Submitter(Protocol):
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU that memory is predicted for, with the questions about it."""
+    """A GPU that memory is predicted for, with the questions about it: each is about an arm at a few batches."""
 
     chip: Chip
     ceiling: Ceiling
@@ -79,11 +79,14 @@ class _Inquiry:
 
     work: PredictionWork
     identity: PredictionWork
+    """The key of its answer in the cache."""
     in_reserve: bool
+    """Whether it is only asked where nothing else is predicted to fit."""
     askers: list[tuple[MemoryModel, Question]] = field(default_factory=list)
 
     def is_about(self, arm: Arm) -> bool:
         """Return whether this question's answer is part of an arm's prediction."""
+        # Arms of one class have equal predictions. Operations may be counted in another arm than memory.
         needed = {prediction_class(each) for each in (*predicted_from(arm), arm_that_computes(arm))}
         return any(prediction_class(question.arm) in needed for _, question in self.askers)
 
@@ -111,7 +114,10 @@ class Forecast:
         patience_seconds: float = math.inf,
         asks_ahead: bool = False,
     ) -> None:
-        """Look up answers in the cache, and queue the other questions. ``parallel`` is the limit of jobs at once."""
+        """Look up answers in the cache ``kept``, and queue the other questions. At most ``parallel`` jobs run at once.
+
+        ``asks_ahead``: while a caller waits for one arm, the next questions are answered too.
+        """
         self.models = [MemoryModel(target.ceiling, target.layers) for target in targets]
         self._submitter = submitter
         self._kept = kept
@@ -126,11 +132,10 @@ class Forecast:
         self._parallel = max(1, parallel)
         self._patience_seconds = patience_seconds
         self._asks_ahead = asks_ahead
-        """Whether a caller that waits for one arm has the next questions answered meanwhile."""
-        self._number = 0
-        self._to_keep: list[tuple[PredictionWork, PredictionAnswer]] = []
+        self._last_number = 0
+        self._to_store: list[tuple[PredictionWork, PredictionAnswer]] = []
         self.unanswered: list[Question] = []
-        """Questions whose process failed. Nothing is predicted there, and the search goes on without."""
+        """Questions whose process failed. The search goes on without these predictions."""
 
     @property
     def model(self) -> MemoryModel:
@@ -148,9 +153,9 @@ class Forecast:
         return not self._asked and all(inquiry.in_reserve for inquiry in self._waiting)
 
     def begin(self, arm: Arm | None) -> None:
-        """Start the prediction jobs of an arm, and others up to the limit, without waiting for answers.
+        """Start the prediction jobs of an arm, then others up to the limit, without waiting for answers.
 
-        Does nothing where the arm has its answers. ``None`` stands for any arm.
+        Does nothing where the arm has its answers. With ``None`` only the others are started.
         """
         if arm is not None:
             if self.is_settled(arm):
@@ -159,10 +164,10 @@ class Forecast:
         self._start_jobs()
 
     def settle(self, upcoming: Callable[[], Arm | None]) -> None:
-        """Wait until the ``upcoming`` arm has its answers and no job is running, or patience is exhausted.
+        """Wait until the arm that ``upcoming`` returns has its answers and no job runs, or patience is exhausted.
 
-        An answer may change which arm is the upcoming one, so that it is looked up again after each. Where nothing is
-        predicted to fit, all other questions follow, and then the reserve.
+        An answer may change which arm is tried next, so ``upcoming`` is called again after each; ``None`` ends the
+        wait. Where nothing is predicted to fit, all other questions follow, and then the reserve.
         """
         self._wait_for_upcoming(upcoming)
         while self._patience_seconds > 0 and self._waiting and not self.model.expects_a_fit():
@@ -194,7 +199,7 @@ class Forecast:
             self._store_answers()
 
     def call_on_reserve(self) -> None:
-        """Start the jobs of the questions in reserve, and wait for the answers."""
+        """Start the jobs of all questions, with those in reserve, and wait for the answers."""
         for inquiry in self._waiting:
             inquiry.in_reserve = False
         self.complete()
@@ -207,19 +212,19 @@ class Forecast:
 
     def _wait_for_answer(self) -> None:
         """Wait for one answer, at most a second."""
-        began = time.monotonic()
+        began_at = time.monotonic()
         self._collect_answers(min(1.0, self._patience_seconds))
-        self._patience_seconds -= time.monotonic() - began
+        self._patience_seconds -= time.monotonic() - began_at
 
     def _ask_about(self, arm: Arm) -> bool:
-        """Start the jobs of the questions about an arm; return whether there were any."""
+        """Start the jobs of the questions about an arm, beyond the limit if need be; return whether there were any."""
         about = [inquiry for inquiry in self._waiting if inquiry.is_about(arm)]
         for inquiry in sorted(about, key=lambda inquiry: inquiry.in_reserve):
             self._start_job(inquiry)
         return bool(about)
 
     def _start_jobs(self) -> None:
-        """Start jobs in order, up to the limit."""
+        """Start the jobs of waiting questions in order, without the reserve, up to the limit of jobs at once."""
         for inquiry in [inquiry for inquiry in self._waiting if not inquiry.in_reserve]:
             if len(self._asked) >= self._parallel:
                 return
@@ -229,13 +234,13 @@ class Forecast:
         """Start the job of a question."""
         assert self._submitter is not None
         self._waiting.remove(inquiry)
-        self._number += 1
-        job_id = f"predict-{self._number}"
+        self._last_number += 1
+        job_id = f"predict-{self._last_number}"
         self._asked[job_id] = inquiry
         self._submitter.submit(job_id, inquiry.work, _TIMEOUT_SECONDS)
 
     def _collect_answers(self, wait_seconds: float) -> None:
-        """Add finished answers to the models. Wait at most ``wait_seconds`` for one answer."""
+        """Add the answers of ended jobs to the memory models, waiting at most ``wait_seconds`` for one."""
         if not self._asked:
             return
         assert self._submitter is not None
@@ -250,18 +255,18 @@ class Forecast:
                     self.unanswered.append(question)
                 continue
             inquiry.file(predicted)
-            self._to_keep.append((inquiry.identity, predicted))
+            self._to_store.append((inquiry.identity, predicted))
 
     def _store_answers(self) -> None:
         """Store new answers in the cache."""
-        answered, self._to_keep = self._to_keep, []
+        answered, self._to_store = self._to_store, []
         if self._kept is not None:
             for identity, answer in answered:
                 self._kept.keep(identity, answer)
 
 
 def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> Iterable[_Inquiry]:
-    """Return every question once, in order. GPUs with equal answers share a question."""
+    """Return the questions about all targets, the reserve last; GPUs of which the answer is the same share one."""
     inquiries: dict[PredictionWork, _Inquiry] = {}
     for in_reserve in (False, True):
         for target, model in zip(targets, models, strict=True):
@@ -276,12 +281,12 @@ def _inquiries(targets: Sequence[Target], models: Sequence[MemoryModel]) -> Iter
 
 
 def _allocation_class(arm: Arm) -> Arm:
-    """Return the arm that represents all arms with the same allocations, whatever their number of processes."""
+    """Return the arm that stands for all arms that allocate the same on one rank, as a key of traces."""
     return prediction_class(dataclasses.replace(arm, strategy=None, ranks=1, ddp_find_unused_parameters=None))
 
 
 def _predicted(answer: Answer) -> PredictionAnswer | None:
-    """Return the prediction of a job; ``None`` where its process failed or its answer is malformed."""
+    """Decode the prediction that a job answered; ``None`` where its process failed or its answer is malformed."""
     try:
         return None if answer.result is None else decode(answer.result, PredictionAnswer)
     except ValueError:
@@ -297,7 +302,7 @@ def _why_unanswered(answer: Answer) -> str:
 
 
 def arms_to_trace(request: SearchRequest) -> ArmsToTrace:
-    """Return the arms of the user's own code to trace for memory predictions."""
+    """Return the settings for which the inspection of the user's own code traces a step, to predict its memory."""
     choices = {"on": (True,), "off": (False,)}.get(request.gradient_checkpointing, (False, True))
     return ArmsToTrace(request.chosen_precisions, choices, tuple(name for name in request.optims if name != OWN_OPTIM))
 
@@ -305,8 +310,8 @@ def arms_to_trace(request: SearchRequest) -> ArmsToTrace:
 def most_predictions(cores: int, free_bytes: int | None = None, ranks: int = 1) -> int:
     """Return how many predictions may run at once, limited by cores and by the host's free memory."""
     free_bytes = host_memory().free_bytes if free_bytes is None else free_bytes
-    most = _MOST_PARALLEL if ranks == 1 else _MOST_PARALLEL_OF_RANKS
-    return max(1, min(most, cores, most if free_bytes is None else free_bytes // _PREDICTION_BYTES))
+    limit = _MOST_PARALLEL if ranks == 1 else _MOST_PARALLEL_OF_RANKS
+    return max(1, min(limit, cores, limit if free_bytes is None else free_bytes // _PREDICTION_BYTES))
 
 
 def forecast_of(
@@ -317,10 +322,11 @@ def forecast_of(
     cores: int | None = None,
     patience_seconds: float | None = None,
 ) -> Forecast | None:
-    """Return a forecast for every candidate of a search on a GPU, with answers already cached in ``kept``.
+    """Return the forecast of memory for every candidate of a search; ``None`` on a CPU, which has no predictions.
 
-    At most half of the ``cores`` predict at once, by default of the trials' machine. ``None`` on a CPU, which has no
-    predictions. For the user's own code, only arms whose steps the inspection traced are predicted.
+    ``submitter`` runs the jobs; ``kept`` caches answers. At most half of the ``cores`` (by default, of the trials'
+    machine) predict at once. For the user's own code, only arms whose steps the inspection traced are predicted, and
+    none on several ranks.
     """
     workload, ranks = prepared.request.workload, prepared.request.ranks
     is_own = workload.source is not None
@@ -329,9 +335,10 @@ def forecast_of(
         return None
     traced = {_allocation_class(trace.arm): trace.step for trace in prepared.model.memory} if is_own else {}
     batches, objective = prepared.space.batches, prepared.request.objective
-    rungs = sorted(rung for level in batches.levels() for rung in batches.at_level(level)[:_MOST_RUNGS])
+    sizes = sorted(batch for level in batches.levels() for batch in batches.at_level(level)[:_MOST_RUNGS])
     is_free = batches.effective_batch is None
-    pairs = [] if is_free and objective == "max-batch" else [(rung, batches.accumulation(rung)) for rung in rungs]
+    # For the largest free batch, a question about an arm alone gives its memory at any batch.
+    pairs = [] if is_free and objective == "max-batch" else [(batch, batches.accumulation(batch)) for batch in sizes]
 
     def predictable(arms: Iterable[Arm]) -> list[Arm]:
         """Return the arms whose memory can be predicted."""
@@ -340,7 +347,8 @@ def forecast_of(
             if not why_unpredictable(arm, workload) and (not is_own or _allocation_class(arm) in traced)
         ]  # fmt: skip
 
-    # Of several ranks the precisions of 16 bits come first: the others are slower, and tried where those fail.
+    # For the largest batch, checkpointing comes first: it needs the least memory. Of several ranks the precisions of
+    # 16 bits do: the others are slower, and tried where these fail.
     arms = sorted(
         predictable(prepared.space.arms),
         key=lambda arm: (
@@ -359,7 +367,7 @@ def forecast_of(
         [Target(prepared.chip, prepared.ceiling, inquiries, layers, reserve, traced)],
         # A trial on a GPU needs one or two cores to feed it.
         parallel=most_predictions((cores or prepared.usable_cores) // 2, ranks=ranks),
-        # What the user's own code would be next time is not known without running it.
+        # The user's own code may have changed by the next search, which is not seen without running it.
         kept=None if is_own else kept,
         patience_seconds=patience_seconds,
         asks_ahead=ranks > 1,
@@ -367,7 +375,7 @@ def forecast_of(
 
 
 class LookAhead:
-    """Asks for predictions as the plan needs them. Without a ``forecast`` nothing is predicted."""
+    """Has the forecast predict what the plan of a search tries next. Without a ``forecast`` nothing is predicted."""
 
     def __init__(self, forecast: Forecast | None, plan: Plan, prepared: Prepared) -> None:
         self._forecast, self._plan, self._prepared = forecast, plan, prepared
@@ -390,8 +398,8 @@ class LookAhead:
                 forecast.settle(self._upcoming_arm)
                 forecast.settle(lambda: self._prepared.baseline.arm)
             elif workload.is_text or (workload.source is not None and not self._prepared.model.dataloader_num_workers):
-                # Its speed is only a yardstick. To prepare images, and for processes of the user's own code that load
-                # data, it takes the cores.
+                # Predictions may run beside the baseline, whose speed is only a reference. Not where it needs the cores
+                # itself: to prepare images, or for the user's own processes that load data.
                 forecast.begin(None if self._needs_all else self._upcoming_arm())
             return True
         if self._needs_all:
@@ -411,7 +419,7 @@ class LookAhead:
         """Return the arm of the next trial, or the next memory-saving arm without predictions."""
         upcoming = self._plan.upcoming()
         if upcoming is None and not self._plan.pending:
-            # Levers, whose memory is predicted before one is chosen.
+            # The first answer is there; levers follow, whose memory is predicted before one is chosen.
             assert self._forecast is not None
             unknown = (arm for arm in self._plan.arms_that_save() if not self._forecast.is_settled(arm))
             return next(unknown, None)

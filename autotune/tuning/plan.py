@@ -28,8 +28,6 @@ _LEAST_TRAINED = 0.5
 # on a host whose processes differed by 20 %, six such trials of four candidates took 95 of a search's 219 s (LoRA of
 # Llama-3.1-8B, H200, 23 November 2026).
 _FINAL_SECONDS, _FINAL_SHARE = 60.0, 0.4
-
-
 # After a single trial, the next one is expected to take at least the same seconds divided by this. A choice.
 _BASELINE_TIMES = 2.0
 
@@ -50,13 +48,13 @@ class Step:
     stage: Stage
     candidate: Candidate
     why: str = ""
-    """What is expected of a lever, in words; empty for other steps."""
+    """For a trial of a lever, what is expected of it, in words; else empty."""
     limit_seconds: float = math.inf
-    """How long the trial may take, if that is less than any trial may."""
+    """Time limit of the trial, where it is shorter than that of all trials."""
 
 
 class Plan:
-    """Plans one search."""
+    """Knows the trials of one search, and says what to run next, which trial is the best, and when the search ends."""
 
     def __init__(
         self,
@@ -66,28 +64,36 @@ class Plan:
         clock: Callable[[], float] = time.monotonic,
         spent_seconds: float = 0.0,
     ) -> None:
-        """Take the ``policy`` (``None``: Optuna's sampler draws) and the seconds that earlier runs took."""
+        """Take the ``policy`` that proposes candidates (``None``: Optuna's sampler draws them).
+
+        ``spent_seconds`` is what earlier runs of a continued search took.
+        """
         self._prepared, self._request, self._space = prepared, prepared.request, prepared.space
         self.history = history
         self._policy = policy
         self._refused = 0
         """How many draws in a row were refused since the last trial ended."""
         self._is_drawn_out = False
+        """Whether Optuna's sampler is taken to have no new candidate."""
         self.records: dict[str, TrialRecord] = {}
+        """Trials that ended, by id."""
         self.in_space: set[Candidate] = set()
+        """The candidates that were tried and may be recommended."""
         self.pending: dict[str, TrialRecord] = {}
         """Trials under way, by id."""
         self._again = Repeats()
         self._clock = clock
         self._spent_seconds = spent_seconds
-        self._started = clock()
+        self._started_at = clock()
         self._known: object = None
         """Number of trials, version of the memory model and running trials, from which ``_proposed`` follows."""
         self._proposed: dict[str, Any] = {}
+        """Results of ``_once_known``, by what was proposed."""
         self._has_begun = False
         self.anytime = Anytime(prepared.space)
         self._has_answer = False
         self._idea: Idea | None = None
+        """The lever whose trial is under way or next."""
 
     # What is known
 
@@ -98,7 +104,7 @@ class Plan:
         self.history.pending.append(trial.candidate)
 
     def take(self, trial: TrialRecord) -> None:
-        """Record a trial that ended. Where it says nothing about its candidate, it is repeated and does not count."""
+        """Record a trial that ended. Where it says nothing about its candidate, it does not count and is due again."""
         if self.pending.pop(trial.id, None) is not None:
             self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
@@ -114,32 +120,35 @@ class Plan:
             self.history.add(Tried(counts.id, counts.candidate, counts.outcome, in_full))
 
     def judged(self, outcome: Outcome) -> Outcome:
-        """Return the outcome, or a failure in its place where the trial trained far fewer tensors than the baseline.
+        """Return the outcome, or a failure in its place where the trial gave gradients to too few parameter tensors.
 
-        More than half are enough: an expert that no token of a few small batches reaches has no gradient, either.
+        More than half as many as in the baseline are enough: an expert (of a mixture) that no token of a few small
+        batches reaches has no gradient, either.
         """
         baseline = self.baseline()
         if not isinstance(outcome, Completed) or baseline is None or baseline.measurement is None:
             return outcome
-        trained, asked = outcome.measurement.trained_tensors, baseline.measurement.trained_tensors
-        if trained is None or asked is None or trained > _LEAST_TRAINED * asked:
+        trained, expected = outcome.measurement.trained_tensors, baseline.measurement.trained_tensors
+        if trained is None or expected is None or trained > _LEAST_TRAINED * expected:
             return outcome
         every = trained + outcome.measurement.untrained_tensors
-        return Failed("other_training", f"trains {trained} of {every} tensors, the baseline {asked}", during="train")
+        return Failed("other_training", f"trains {trained} of {every} tensors, the baseline {expected}", during="train")
 
     def rule_out(self, levers: Collection[str], of: Candidate, outcome: Failed) -> list[str]:
-        """Propose ``levers`` no more, since with them ``of`` is another training than the requested one.
+        """Rule out levers that make the candidate ``of`` another training than the requested one.
 
-        Trials that share the value of such a lever with ``of`` get this ``outcome``; return their ids."""
+        They are proposed no more. Trials that share the value of such a lever with ``of`` get this ``outcome``; return
+        their ids.
+        """
         self.anytime.leave_out(levers)
         self._proposed = {}
-        refused = []
+        changed_ids = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
             if any(getattr(arm, name) == getattr(of.arm, name) for name in levers) and tried.trial_id in self.records:
                 self.change_outcome(tried.trial_id, outcome)
-                refused.append(tried.trial_id)
-        return refused
+                changed_ids.append(tried.trial_id)
+        return changed_ids
 
     def change_outcome(self, trial_id: str, outcome: Outcome) -> None:
         """Replace the outcome of a trial of this search."""
@@ -147,8 +156,9 @@ class Plan:
         self.records[trial_id] = replace(self.records[trial_id], outcome=outcome)
 
     def drop_reused(self) -> None:
-        """Forget the speeds that were taken from earlier searches."""
+        """Forget the speeds that were taken from earlier searches; reused trials out of memory stay."""
         kept = [t for t in self.records.values() if t.stage != "reused" or not isinstance(t.outcome, Completed)]
+        # All that follows from trials is rebuilt from the kept ones.
         self.records, self.in_space, self._again = {}, set(), Repeats()
         self._proposed = {}
         self.history.clear()
@@ -156,10 +166,12 @@ class Plan:
             self.take(trial)
 
     def told_of_lever(self, trial: TrialRecord) -> str | None:
-        """Return the gain of a lever in an ended trial, in words; ``None`` without a lever, and before a repetition."""
+        """Return, as a note, what a lever gained in an ended trial.
+
+        ``None`` where the trial was for no lever, or is to be repeated.
+        """
         idea = self._idea
         if idea is None or idea.candidate != trial.candidate or self._again.owed:
-            # The trial that is owed repeats this one.
             return None
         self._idea = None
         gain = gain_given(idea, self.history, self.in_space)
@@ -170,7 +182,7 @@ class Plan:
         return f"{idea.name} gave {gain:.2f} ×{', and leaves too little memory' if is_over else ''}"
 
     def best(self) -> Tried | None:
-        """Return the trial to recommend so far; only candidates of the space count."""
+        """Return the trial to recommend so far; ``None`` without one. Only candidates of the space count."""
         return self.history.answer(self._request.objective, self.in_space)
 
     def baseline(self) -> Tried | None:
@@ -184,21 +196,21 @@ class Plan:
 
     def elapsed_seconds(self) -> float:
         """Return the seconds that this search has taken, with earlier runs of it."""
-        return self._spent_seconds + self._clock() - self._started
+        return self._spent_seconds + self._clock() - self._started_at
 
     # What is next
 
     def exhausted(self) -> Stop | None:
-        """Return why the budget allows no further trial; ``None`` where it does."""
+        """Return why the budget of trials or time allows no further trial; ``None`` where it does."""
         most = self._request.most_trials
         if most is not None and self.trials_spent >= most:
             spent = "was spent before: nothing was run" if self._has_run_nothing else "is spent"
             return Stop(StopReason.TRIALS, f"the budget of {plural(most, 'trial')} {spent}")
         budget = self._request.time_budget_seconds
         took = [t.seconds for t in self.records.values() if t.seconds and isinstance(t.outcome, Completed)]
-        # The baseline, which is measured first, is often the slowest.
-        least = min(took) / (1 if len(took) > 1 else _BASELINE_TIMES) if took else 0.0
-        if budget is not None and self.elapsed_seconds() < budget < self.elapsed_seconds() + least:
+        # The shortest trial so far. The baseline, which is the first, is often the slowest.
+        least_seconds = min(took) / (1 if len(took) > 1 else _BASELINE_TIMES) if took else 0.0
+        if budget is not None and self.elapsed_seconds() < budget < self.elapsed_seconds() + least_seconds:
             return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} leaves no time for a trial")
         if budget is not None and self.elapsed_seconds() >= budget:
             if self._has_run_nothing and self._spent_seconds >= budget:
@@ -229,9 +241,9 @@ class Plan:
         return len(self.records) + len(self.pending) - self._again.excused - reused
 
     def next(self) -> Step | Literal["draw"] | None:
-        """Return the next step, or ``DRAW``; ``None`` where there is none, for the reason that ``done`` returns.
+        """Return the next step, or ``DRAW`` where Optuna's sampler draws the next candidate; ``None`` without a step.
 
-        With trials running, ``None`` may also mean that their results are needed first.
+        ``done`` then says why, unless the results of running trials are needed first.
         """
         if any(trial.stage == "final" for trial in self.pending.values()):
             # A final trial runs alone: others use the same cores and power.
@@ -253,7 +265,10 @@ class Plan:
         return Step("search", idea.candidate, idea.describe(), idea.limit_seconds)
 
     def drawn(self, *, is_refused: bool) -> None:
-        """Count refused draws in a row. After too many, drawing ends, or waits for the end of a running trial."""
+        """Count a draw of Optuna's sampler that was accepted or refused.
+
+        After too many refused in a row, drawing ends or, with trials running, waits for the end of one.
+        """
         self._refused = self._refused + 1 if is_refused else 0
         if self._refused >= _MOST_REFUSALS:
             self._is_drawn_out = not self.history.pending
@@ -314,7 +329,7 @@ class Plan:
         return None if policy is None else self._once_known("candidate", lambda: policy.next(self.history))
 
     def _once_known(self, what: str, propose: Callable[[], T]) -> T:
-        """Return the result of ``propose``, which is called again once there is a new trial or prediction."""
+        """Return the result of ``propose``, cached under the name ``what`` until there is a new trial or prediction."""
         memory = self.history.memory
         known = len(self.history.tried), memory.version if memory is not None else 0, frozenset(self.pending)
         if known != self._known:
@@ -326,7 +341,7 @@ class Plan:
 
     @property
     def _awaits_a_result(self) -> bool:
-        """Whether a trial is running whose result may change the next proposal. That of a final trial does not."""
+        """Whether a trial is running whose result may change the next proposal; a final trial's does not."""
         return any(trial.stage != "final" for trial in self.pending.values())
 
     @property
@@ -348,7 +363,7 @@ class Plan:
         best = self.best()
         if best is None:
             return None
-        # A variant of a winner with levers compiles again, at best from a cache.
+        # Variants of a winner with levers take the time of levers: they compile again, at best from a cache.
         seconds, spent = self.records[best.trial_id].seconds or 0.0, self._seconds_with_levers
         if not self.anytime.is_late(best.candidate) or self.anytime.has_time(seconds, spent):
             if (variant := self._next_loader(best)) is not None:
@@ -363,24 +378,24 @@ class Plan:
         return self._next_final(best)
 
     def _next_final(self, best: Tried) -> Step | None:
-        """Return the next final trial, of the winner or a rival; ``None`` where none is due."""
+        """Return the next final trial, which measures the winner or a close rival again; ``None`` where none is due."""
         if self._is_last:
             if self._awaits_a_result:
                 return None
             # The last trial of the budget measures the winner again, if that is due. Where the winner is the baseline,
             # which the user has without a search, the trial is for a candidate that may be better.
             may_go_on = self.upcoming() is not None or self._may_draw
-            is_all_there_is = best.candidate == self._prepared.baseline and may_go_on
+            is_for_another = best.candidate == self._prepared.baseline and may_go_on
             owed = to_measure_again(self.history, {best.candidate}, tells_apart=False)
-            return None if is_all_there_is or not owed else Step("final", best.candidate)
+            return None if is_for_another or not owed else Step("final", best.candidate)
         if not self._is_settled:
             return None
-        of_finals = sum(trial.seconds or 0.0 for trial in self.records.values() if trial.stage == "final")
-        most = max(_FINAL_SECONDS, _FINAL_SHARE * self.elapsed_seconds())
+        final_seconds = sum(trial.seconds or 0.0 for trial in self.records.values() if trial.stage == "final")
+        limit_seconds = max(_FINAL_SECONDS, _FINAL_SHARE * self.elapsed_seconds())
         # A reused trial took no time.
         took = [trial.seconds for trial in self.records.values() if trial.candidate == best.candidate and trial.seconds]
         share = max(took) / self.elapsed_seconds() if took and self.elapsed_seconds() else math.inf
-        tells_apart = of_finals / len(self._request.slots) <= most
+        tells_apart = final_seconds / len(self._request.slots) <= limit_seconds
         owed = to_measure_again(self.history, self.in_space, tells_apart=tells_apart, share=share)
         if owed and self._next_idea() is not None:
             # Levers come first: on a noisy host six final trials stood before levers that doubled the speed.
@@ -388,10 +403,10 @@ class Plan:
         return Step("final", owed[0]) if owed else None
 
     def _next_loader(self, best: Tried) -> Candidate | None:
-        """Return the winner with the next data loader setting, once all else is done, if it waits for data.
+        """Return the winner with more data loader workers, if it waits for data and all else is done; else ``None``.
 
-        Not if own code streams its data: each worker might then load all of it. With synthetic samples only in searches
-        for speed on a GPU: stacking 64 images of 224 pixels took an H200's host a third of a step.
+        Also ``None`` where own code streams its data: each worker might load all of it. With synthetic samples, workers
+        are only for speed on a GPU: stacking 64 images of 224 pixels took an H200's host a third of a step.
         """
         workload, model = self._request.workload, self._prepared.model
         if workload.source is not None and (not model.interface.tunes_loader or model.samples is None):
@@ -401,5 +416,5 @@ class Plan:
             return None
         tried = {t.candidate for t in self.history.tried}
         cores = self._prepared.usable_cores
-        more = next_loader(best.candidate, best.measurement, tried, cores, model.dataloader_num_workers)
-        return more if more is not None and self._is_settled else None
+        variant = next_loader(best.candidate, best.measurement, tried, cores, model.dataloader_num_workers)
+        return variant if variant is not None and self._is_settled else None

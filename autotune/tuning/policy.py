@@ -1,7 +1,8 @@
 """Choose the next candidate from what is known, without Optuna or processes.
 
-With several trials running, those that have not ended count as tried. A decision that needs all results (that nothing
-at a multiple fits, that nothing else is left) waits for them: the policy then proposes nothing.
+Batches are multiples of a number (a power of two, or ``--batch-multiple``); smaller multiples are searched where no
+candidate at a larger one fits. With several trials running, those that have not ended count as tried. A decision that
+needs all results (that nothing at a multiple fits, that nothing else is left) waits for them.
 
 ``Acquisition`` is the search for speed. The value of a candidate is the expected improvement, times the probability
 that it runs and fits, divided by the seconds of its trial. Candidates are the arms of the space at their batches. Once
@@ -45,31 +46,35 @@ class Policy:
         return Judge(self._space, history).last_resort()
 
     def _spaces(self, history: History) -> list[Space]:
-        """Return the spaces to search, one after the other."""
+        """Return the spaces to search, one after the other; subclasses may add to them."""
         return [self._space]
 
     def _next_at(self, multiple: int, space: Space, history: History, judge: Judge) -> Candidate | None:
-        """Return the next candidate at a multiple; here the first that is not known not to fit."""
+        """Return the next candidate whose batch is a multiple of a number: the first that is untried and may fit.
+
+        Subclasses choose another. ``None`` where none is left at this multiple.
+        """
         return next(filter(judge.is_open, judge.candidates_at(multiple)), None)
 
 
 class MaxBatchPolicy(Policy):
-    """Finds the largest batch that stays under the line, and shows that the next one does not.
+    """Finds the largest batch that stays under the line (the memory less headroom), and shows that the next does not.
 
     Arms with checkpointing come first, since they need the least memory; later arms are only tried above the largest
-    batch so far. The next trial takes the largest batch that more likely fits than not, else the next larger one.
+    batch so far. The next trial takes the largest batch that more likely fits than not, else a batch beside it.
     """
 
     def _next_at(self, multiple: int, space: Space, history: History, judge: Judge) -> Candidate | None:
         """See ``Policy``."""
-        seen = set()
+        # Arms of one class need the same memory, so that one of them is enough.
+        seen_classes = set()
         for arm in sorted(space.arms, key=lambda arm: not arm.gradient_checkpointing):
             tried = [t for t in history.tried if t.candidate.arm == arm and space.contains(t.candidate)]
-            if memory_class(arm) in seen:
+            if memory_class(arm) in seen_classes:
                 continue
             if not any(map(failed_without_verdict, tried)):
-                # This arm may fail for reasons other than memory, where another of its memory class does not.
-                seen.add(memory_class(arm))
+                # This arm may fail for reasons other than memory, where another of its class does not.
+                seen_classes.add(memory_class(arm))
             if (candidate := self._next_of(arm, multiple, history, judge)) is not None:
                 return candidate
             if any(c.arm == arm and space.contains(c) for c in history.pending):
@@ -78,7 +83,7 @@ class MaxBatchPolicy(Policy):
         return None
 
     def _next_of(self, arm: Arm, multiple: int, history: History, judge: Judge) -> Candidate | None:
-        """Return the candidate of an arm that is tried next; ``None`` where none is left that may be the largest."""
+        """Return the batch of an arm to try next, as a candidate; ``None`` where none above the largest is left."""
         largest = history.largest(t.candidate for t in history.tried if self._space.contains(t.candidate))
         batches = self._space.batches
         every: Sequence[int] = range(multiple, batches.most + 1, multiple)
@@ -87,13 +92,13 @@ class MaxBatchPolicy(Policy):
         above = every[bisect_right(every, batch_of(largest) if largest else 0) :]
         chances = Chances(history)
         # How many likely run and fit. Negated, the probabilities ascend with the batch, as ``bisect`` wants it.
-        likely = bisect_right(above, -_LIKELY, key=lambda batch: -chances.chance(self._space.candidate(arm, batch)))
-        # A batch that failed or is under way says nothing about memory, so a neighbour is tried instead.
-        for away in (0, 1, -1, 2, -2):
-            at = max(0, likely - 1) + away
-            if not 0 <= at < len(above):
+        count = bisect_right(above, -_LIKELY, key=lambda batch: -chances.chance(self._space.candidate(arm, batch)))
+        # A batch that failed or is under way says nothing about memory, so that a neighbour is tried in its place.
+        for offset in (0, 1, -1, 2, -2):
+            index = max(0, count - 1) + offset
+            if not 0 <= index < len(above):
                 continue
-            candidate = self._space.candidate(arm, above[at])
+            candidate = self._space.candidate(arm, above[index])
             if judge.is_open(candidate) and chances.runs(candidate) > LEAST_CHANCE:
                 return candidate
         return None
@@ -109,13 +114,14 @@ _TRIAL_SECONDS, _TRIAL_STEPS = 3.0, 6
 _LIKELY = 0.5
 """A batch that is less likely to fit than this is approached from below. A choice."""
 _SURELY = 0.9
+"""A free batch of this probability to fit is proposed beside the largest one that likely fits. A choice."""
 
 
 class Acquisition(Policy):
     """Proposes the candidate of a space that promises the largest gain in speed for the time of its trial."""
 
     def _spaces(self, history: History) -> list[Space]:
-        """Return the space and its memory-saving variant, which is first where it alone is predicted to fit."""
+        """Return the space and its memory-saving variant, which comes first where only that is predicted to fit."""
         plain, saving = self._space, self._space.saving
         if saving is None:
             return [plain]
@@ -123,6 +129,7 @@ class Acquisition(Policy):
             return [plain, saving]
 
         def fits(space: Space) -> bool:
+            """Return whether any candidate of a space is predicted to fit."""
             candidates = (space.candidate(arm, batch) for arm in space.arms for batch in space.batches.every)
             return any(history.memory and (told := history.memory.prediction(c)) and told.fits for c in candidates)
 
@@ -134,7 +141,8 @@ class Acquisition(Policy):
         best = max(believed, key=speed_of, default=None)
         among = self._grid(history, space, multiple)
         if not judge.fits_at(multiple):
-            # Before half the batch, which took 1.5 times as long for Qwen3-32B with QLoRA (H200).
+            # The smallest batch left too little memory: torch's expandable segments waste less. They come before half
+            # the batch, which took 1.5 times as long for Qwen3-32B with QLoRA (H200).
             smallest = [t for t in history.tried if batch_of(t) == min(space.batches.at_level(multiple), default=0)]
             if expanded := next(filter(None, map(judge.in_expandable_segments, smallest)), None):
                 return expanded
@@ -146,11 +154,14 @@ class Acquisition(Policy):
             # What other machines of the kind measured decides what is tried first, and nothing else.
             return max(measured, key=lambda each: history.elsewhere[each])
         values = worth(history, SpeedModel(history), among, speed_of(best) if best is not None else None)
-        at = int(np.argmax(values))
-        return among[at] if values[at] > 0 else None
+        index = int(np.argmax(values))
+        return among[index] if values[index] > 0 else None
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
-        """Return the candidates of a multiple. Of a free batch, add the largest that likely and surely fit."""
+        """Return each arm at each batch of a multiple; without an effective batch, also at its largest that fit.
+
+        These are the largest batch that likely fits and the largest that surely does.
+        """
         batches, chances = set(space.batches.at_level(multiple)), Chances(history)
         is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
         every = range(multiple, space.batches.most + 1, multiple)
@@ -164,7 +175,10 @@ class Acquisition(Policy):
 
 
 def _largest_that_fit(space: Space, arm: Arm, batches: Sequence[int], chances: Chances) -> set[int]:
-    """Return the largest of ascending batches that likely fits, and that surely does; empty where all or none do."""
+    """Return the largest of ascending batches that likely fits an arm, and the largest that surely does.
+
+    Either is left out where all batches do, or none.
+    """
     # ``bisect`` wants keys that ascend, as negated probabilities do.
     counts = [
         bisect_right(batches, -chance, key=lambda batch: -chances.fits(space.candidate(arm, batch)))
@@ -178,11 +192,11 @@ def worth(
 ) -> Floats:
     """Return the expected gain of each candidate per second of its trial; 0 where it is not worth a trial.
 
-    ``best`` is the speed to beat, in samples a second. A trial takes ``usual_seconds`` (``None``: the expected seconds
-    of its steps) and the seconds to compile.
+    ``best`` is the speed to beat, in samples a second; without one, the fastest are worth most. A trial takes
+    ``usual_seconds`` (``None``: the expected seconds of its steps) and the seconds to compile.
     """
     chances = Chances(history)
-    fits, runs = (np.array([told(each) for each in among]) for told in (chances.fits, chances.runs))
+    fits, runs = (np.array([chance_of(each) for each in among]) for chance_of in (chances.fits, chances.runs))
     chance = fits * runs
     by_arm = {(c.arm, c.per_device_train_batch_size): value for c, value in zip(among, chance, strict=True)}
     # A candidate waits for one that is never slower and no less likely to run and fit.
@@ -192,30 +206,32 @@ def worth(
     ]
     # A probability to fit from one half on counts as 1: what is fast is tried before what is slower and surely fits.
     likely = np.minimum(1.0, 2 * fits) * runs
-    wanted = best if best is not None else 1.0
+    to_beat = best if best is not None else 1.0
     if best is not None and history.pending:
         # A trial under way counts as what is expected of it.
         likeliest = [each for each in history.pending if chances.chance(each) > _LIKELY]
         if likeliest:
-            wanted = max(wanted, float(np.exp(-model.expected(likeliest, wanted)[1].min())))
-    gains, expected = model.expected(among, wanted)
-    expected = np.minimum(expected, 20.0)
+            to_beat = max(to_beat, float(np.exp(-model.expected(likeliest, to_beat)[1].min())))
+    # Logarithms of the seconds a sample are limited, so that their exponentials stay finite.
+    gains, log_seconds = model.expected(among, to_beat)
+    log_seconds = np.minimum(log_seconds, 20.0)
     extra = np.array([extra_seconds(history, candidate) for candidate in among])
-    steps = _TRIAL_STEPS * np.exp(expected) * [candidate.samples_per_step for candidate in among]
+    steps = _TRIAL_STEPS * np.exp(log_seconds) * [candidate.samples_per_step for candidate in among]
     seconds = extra + (_TRIAL_SECONDS + steps if usual_seconds is None else usual_seconds)
     if best is None:
-        return np.asarray((chance > LEAST_CHANCE) * likely * (expected.max() + 0.3 - expected) / seconds)
+        # The gain over the slowest candidate; 0.3 more, so that this one is worth something, too.
+        return np.asarray((chance > LEAST_CHANCE) * likely * (log_seconds.max() + 0.3 - log_seconds) / seconds)
     # A lever has to be worth its whole trial; before the first answer only compilation counts, not slow steps.
     paid = extra if usual_seconds is None else np.maximum(0.0, seconds - _TRIAL_SECONDS)
     return np.asarray((gains * chance > _LEAST_GAIN + _GAIN_A_SECOND * paid) * gains * likely / seconds)
 
 
 def is_beaten(history: History, candidate: Candidate) -> bool:
-    """Return whether an arm that is never slower was measured at this batch or a larger one, or is under way there.
+    """Return whether a candidate cannot win, since an arm that is never slower runs at its batch or a larger one.
 
-    Such an arm is the same one without checkpointing, or in the faster of two precisions. A trial that retried
-    allocations shows nothing: at its cap, the allocator freed and allocated segments in each step, which it need not do
-    for an arm with less memory.
+    Such an arm is the same one without checkpointing, or in the faster of two precisions; its trial may be under way. A
+    trial that retried allocations shows nothing: at its cap, the allocator freed and allocated segments in each step,
+    which it need not do for an arm with less memory.
     """
     faster, batch = never_slower(candidate.arm), candidate.per_device_train_batch_size
     if any(each.arm in faster and each.per_device_train_batch_size >= batch for each in history.pending):
@@ -229,7 +245,9 @@ def is_beaten(history: History, candidate: Candidate) -> bool:
 
 
 def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
-    """Return the best candidate pinned to one core; ``None`` where it is not host-bound, or cannot gain.
+    """Return the best candidate with its process pinned to one core; ``None`` where it cannot gain by that.
+
+    Only a host-bound step gains, one in which the GPU waits for the host to launch kernels.
 
     A compiled one would be compiled again: in CUDA graphs it was 0.97 to 1.03 times as fast (bert-base, distilbert,
     Qwen2.5-0.5B; H200). An optimizer on the CPU needs all cores.
@@ -263,7 +281,7 @@ def to_measure_again(
 
     Where choosing a rival is expected to gain more than the tolerance, these are the winner and its rivals in
     alternation, so that a drift of the machine affects them alike. Otherwise, and without ``tells_apart``, the winner
-    alone is due, until enough processes measured it. One of them takes a ``share`` of the search's time.
+    alone is due, until enough processes measured it. A trial of it takes a ``share`` of the search's time so far.
     """
     among = set(among)
     winner = history.winner(among)
@@ -281,8 +299,8 @@ def to_measure_again(
 def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Candidate]:
     """Return the candidates that may be better than the winner, without those that would compile again.
 
-    Two steps of which one is slow leave a mean that may be anything: a candidate whose fastest step is far behind the
-    winner is no rival.
+    Where the mean of a few steps is wide, because one was slow, a candidate whose fastest step is far behind the winner
+    is no rival.
     """
     gains = {
         tried.candidate: history.pool.expected_gain(tried.candidate, winner.candidate)
@@ -297,8 +315,11 @@ def _rivals(history: History, winner: Tried, among: set[Candidate]) -> list[Cand
 
 
 def _processes(history: History, winner: Tried, share: float) -> int:
-    """Return in how many processes the winner is to be measured. Host-bound steps differ between processes, which one
-    process does not show. Where it is cheap, more show it for this search and all later ones on the machine."""
+    """Return in how many processes the winner is to be measured, each of which takes a ``share`` of the search's time.
+
+    Steps differ between processes, host-bound ones most, which a single process does not show. Where another one is
+    cheap, it shows that for all later searches on the machine, too.
+    """
     candidate = winner.candidate
     if candidate.arm.torch_compile:
         return 1
