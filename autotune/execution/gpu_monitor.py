@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
 from collections import Counter
@@ -87,9 +86,11 @@ class WatchedExecutor:
             # Every GPU is checked first: waiting for memory on one of them may take a minute.
             _check_is_there(gpu, current_session().condition(gpu.uuid))
         ready = [(gpu, self._await_memory(gpu, needed_bytes)) for gpu in gpus.values()]
-        own_pids = functools.partial(self._executor.pids_of, job.trial_id)
-        watches = [_Watch(gpu, before, needed_bytes, own_pids) for gpu, before in ready if before is not None]
-        self._watches[job.trial_id] = watches
+        self._watches[job.trial_id] = [
+            _Watch(gpu, before, needed_bytes, lambda: self._executor.pids_of(job.trial_id))
+            for gpu, before in ready
+            if before is not None
+        ]
         return self._executor.submit(job)
 
     def wait(self) -> tuple[str, Progress | Outcome]:

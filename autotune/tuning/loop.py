@@ -58,7 +58,7 @@ from autotune.tuning.request import SearchRequest
 from autotune.tuning.reuse import Library
 from autotune.tuning.studies import open_study
 
-# A search ends where the user's own settings and this many others fail with the same message. A choice.
+# A search ends where the user's own settings and this many other candidates fail with the same message. A choice.
 _FAIL_ALIKE = 2
 # Earlier trials are reused if one of them, measured again, differs by no more than its interval or this. A choice.
 _SAME_SPEED = 0.05
@@ -73,7 +73,7 @@ def _without_numbers(failed: Failed) -> str:
 
 @runtime_checkable
 class Observer(Protocol):
-    """Receives the events of a search, which it does not influence."""
+    """Receives the events of a search, without an influence on it: to print them, or to send them elsewhere."""
 
     def begins(self, prepared: Prepared, study: StudyRecord) -> None:
         """Handle the start of a search, before its first trial."""
@@ -96,12 +96,12 @@ class _Running:
     """A running trial."""
 
     record: TrialRecord
-    asked: optuna.Trial
+    optuna_trial: optuna.Trial
     placement: Placement
-    started_seconds: float
-    said_seconds: float
+    started_at: float
+    reported_at: float
     progress: Progress
-    """The trial's last report, which came at ``said_seconds`` of the clock."""
+    """The trial's last report, which came at ``reported_at`` of the clock."""
 
 
 class Search:
@@ -120,6 +120,11 @@ class Search:
         looker: Looker | None = None,
         rehearse: Rehearse | None = None,
     ) -> None:
+        """Search in ``prepared`` by trials of ``executor``, recorded in ``store`` and told to ``observer``.
+
+        ``looker`` compares a winner's training with the requested one; ``rehearse`` runs once what a long run with the
+        winner does beyond its steps. Without ``forecast`` no memory is predicted.
+        """
         self._prepared = prepared
         self._looker, self._rehearse = looker, rehearse
         self._died: list[tuple[list[Tried], Rehearsal]] = []
@@ -136,26 +141,25 @@ class Search:
         steps = None
         if memory is not None and chip is not None and chip.rates is not None:
             steps = StepForecast(memory, calibrated(chip, prepared.calibration))
-        tolerance = prepared.request.tolerance
         source = prepared.request.workload.source
         has_own = source is not None and source.kind != "loop" and prepared.model.own is not None
-        own = prepared.baseline if has_own else None
         is_quantized, packages = prepared.request.workload.quantize is not None, prepared.environment["packages"]
         self._history = History(
             prepared.ceiling,
             memory=memory,
             steps=steps,
-            tolerance=tolerance,
-            own=own,
+            tolerance=prepared.request.tolerance,
+            own=prepared.baseline if has_own else None,
             layers=prepared.model.checkpointing_layers or 1,
             compiled_recomputes=not is_quantized or compiled_recomputes(packages["torch"], packages["transformers"]),
         )
         self._library: Library | None = None
         self._control: Candidate | None = None
         """The candidate that is measured again to see whether the machine is as fast as in earlier searches."""
-        self._level = prepared.space.batches.levels()[0]
+        self._multiple = prepared.space.batches.levels()[0]
+        """The number of which the batches tried now are multiples; smaller ones follow where nothing fits."""
         self._clock = clock
-        self._started = clock()
+        self._started_at = clock()
         self._running: dict[str, _Running] = {}
 
     def run(self) -> StudyRecord:
@@ -181,13 +185,13 @@ class Search:
     # The study
 
     def _open(self) -> None:
-        """Open the study, new or recorded; build the plan, Optuna's study and the library of earlier trials."""
+        """Open the study, new or recorded; make the plan, Optuna's study and the library of earlier trials from it."""
         opened = open_study(self._prepared, self._store)
         self._prepared, request = opened.prepared, self._request
         self._history.ceiling = self._prepared.ceiling
         repeated = self._store.repeated_trials([opened.study.environment_id])
         self._history.before = deviations_before(repeated, opened.study)
-        spent_seconds = opened.study.seconds + self._clock() - self._started
+        spent_seconds = opened.study.seconds + self._clock() - self._started_at
         self._study = opened.study
         policy = make_policy(request.sampler, request.objective, self._prepared.space)
         self._plan = Plan(self._prepared, self._history, policy, self._clock, spent_seconds)
@@ -199,7 +203,7 @@ class Search:
         self._next_number = max((trial.number for trial in (*opened.trials, *opened.elsewhere)), default=-1) + 1
         for note in opened.notes:
             self._observer.note(note)
-        # Not for the user's own code, which may import and read files that have changed since.
+        # Trials of the user's own code are not reused: it may import and read files that have changed since.
         if not request.fresh and request.workload.source is None:
             past = self._store.past_trials(opened.study)
             self._library = Library(past, self._prepared.ceiling, self._history.memory)
@@ -211,10 +215,11 @@ class Search:
         is_alike: dict[str, bool] = {}
         for past in self._store.past_trials(study, elsewhere=True):
             trial, ceiling = past.trial, decode(past.ceiling, Ceiling)
-            where, outcome = trial.environment_id, trial.outcome
-            if where not in is_alike:
-                is_alike[where] = is_of_kind(self._store.environment(where), self._prepared.environment)
-            if not is_alike[where] or outcome is None:
+            environment_id, outcome = trial.environment_id, trial.outcome
+            if environment_id not in is_alike:
+                environment = self._store.environment(environment_id)
+                is_alike[environment_id] = is_of_kind(environment, self._prepared.environment)
+            if not is_alike[environment_id] or outcome is None:
                 continue
             if self._history.memory is not None:
                 self._history.memory.learn(trial.candidate, outcome, cap_of(trial.candidate.arm, ceiling))
@@ -250,7 +255,7 @@ class Search:
                 self._executor.close()
             for trial in running.values():
                 now = self._clock()
-                doing, seconds = trial.progress.describe(now - trial.said_seconds), now - trial.started_seconds
+                doing, seconds = trial.progress.describe(now - trial.reported_at), now - trial.started_at
                 outcome = Failed(
                     "interrupted", f"the search was stopped after {format_seconds(seconds)} of this trial ({doing})"
                 )
@@ -258,14 +263,14 @@ class Search:
                     self._observer.note(f"trial {trial.record.number}: {outcome.message}")
                 self._store.finish_trial(trial.record.id, outcome, seconds)
             self._record_end(Stop(StopReason.ERROR, error.message) if isinstance(error, AutotuneError) else INTERRUPTED)
-        except StorageError as second:
+        except StorageError as storage_error:
             if not isinstance(error, StorageError):
-                self._observer.note(f"the end of the search is not recorded: {second.message}")
+                self._observer.note(f"the end of the search is not recorded: {storage_error.message}")
 
     # The loop
 
     def _run_trials(self) -> Stop:
-        """Run trials until there is a reason to stop, and return it."""
+        """Run trials until there is a reason to stop and none is running, and return the reason."""
         while True:
             stop = self._fill_slots()
             if not self._running:
@@ -273,7 +278,10 @@ class Search:
             self._handle_next_report()
 
     def _check_same_training(self) -> bool:
-        """Compare the winner's training with the requested one. Rule out levers that change it; return if any do."""
+        """Compare the winner's training with the requested one, and rule out levers that change it.
+
+        Return whether there are such levers, so that the search goes on without them.
+        """
         best = self._plan.best()
         if self._looker is None or best is None or self._interruption.asked:
             return False
@@ -304,15 +312,15 @@ class Search:
         best = self._plan.best()
         if best is None:
             if self._died:
-                trials, rehearsal = self._died[0]
+                # The first winner and what its rehearsal ruled out get their own outcomes back.
+                trials, first_rehearsal = self._died[0]
                 for tried in trials:
                     self._change_outcome(tried, tried.outcome)
-                self._keep_rehearsal(rehearsal)
+                self._keep_rehearsal(first_rehearsal)
             return False
-        found = self._rehearse(best.candidate, self._plan.elapsed_seconds())
-        if found is None:
+        rehearsal = self._rehearse(best.candidate, self._plan.elapsed_seconds())
+        if rehearsal is None:
             return False
-        rehearsal = found
         self._keep_rehearsal(rehearsal)
         if rehearsal.needs_less is None or len(self._died) == _MOST_DEATHS:
             return False
@@ -353,13 +361,14 @@ class Search:
             asked = self._optuna.ask()
             if asked is None:
                 return self._plan.done()
-            step, trial = asked
+            step, optuna_trial = asked
             if step.why:
+                # The step is for a lever, which comes after the first answer.
                 self._answer_first()
                 self._observer.note(step.why)
             elif step.stage == "search":
                 self._report_smaller_multiple(step.candidate)
-            self._start_step(step, trial)
+            self._start_step(step, optuna_trial)
         return None
 
     def _answer_first(self) -> None:
@@ -373,7 +382,7 @@ class Search:
         self._keep_best()
 
     def _keep_best(self, **changes: Any) -> None:
-        """Record the best trial so far, and other values of the study."""
+        """Record best trial, baseline and seconds so far, with ``changes`` of the study's other fields."""
         best, baseline = self._plan.best(), self._plan.baseline()
         self._study = replace(
             self._study,
@@ -385,21 +394,24 @@ class Search:
         self._store.update_study(self._study)
 
     def _report_smaller_multiple(self, candidate: Candidate) -> None:
-        """Tell the observer that the search continues with a smaller multiple of batches, and why."""
+        """Tell the observer where the next candidate's batch is a multiple of a smaller number than before, and why."""
         batches = self._prepared.space.batches
-        level = batches.level(candidate.per_device_train_batch_size)
-        if level >= self._level:
+        multiple = batches.level(candidate.per_device_train_batch_size)
+        if multiple >= self._multiple:
             return
-        above = [batch for multiple in batches.levels() if multiple > level for batch in batches.at_level(multiple)]
+        above = [batch for larger in batches.levels() if larger > multiple for batch in batches.at_level(larger)]
         has_failed = any(batch_of(t) in above and failed_without_verdict(t) for t in self._history.tried)
         why = f"divides what a device gets of effective batch {batches.effective_batch}"
         if above:
             why = "completed" if has_failed else "fits"
-        self._observer.note(f"no multiple of {self._level} {why}; going down to multiples of {level}")
-        self._level = level
+        self._observer.note(f"no multiple of {self._multiple} {why}; going down to multiples of {multiple}")
+        self._multiple = multiple
 
-    def _start_step(self, step: Step, asked: optuna.Trial) -> None:
-        """Start a trial of a step, or first of a control of earlier searches; reuse an earlier outcome if possible."""
+    def _start_step(self, step: Step, optuna_trial: optuna.Trial) -> None:
+        """Start the trial of a step, or record an outcome of an earlier search in place of a trial.
+
+        Before a trial is compared with such outcomes, a control takes its place: the fastest of them is measured again.
+        """
         candidate, stage, study = step.candidate, step.stage, self._study
         if (control := self._next_control(step)) is not None:
             candidate, stage = control, "final"
@@ -416,7 +428,7 @@ class Search:
         )
         known = self._reusable_outcome(candidate, stage, effort) if control is None else None
         if known is not None:
-            self._optuna.tell(asked, candidate, known)
+            self._optuna.tell(optuna_trial, candidate, known)
             self._record_reused(record, known)
             is_exact = isinstance(known, Completed) and known.source is not None and not known.source.derived
             while is_exact and (another := self._reusable_outcome(candidate, "final", effort)) is not None:
@@ -431,7 +443,7 @@ class Search:
         with self._interruption.held():
             self._store.start_trial(record)
             now = self._clock()
-            self._running[record.id] = _Running(record, asked, placement, now, now, Progress("start"))
+            self._running[record.id] = _Running(record, optuna_trial, placement, now, now, Progress("start"))
         self._plan.begin(record)
         self._observer.trial_begins(number, candidate, stage)
         job = self._job_of(record, effort, placement)
@@ -466,21 +478,21 @@ class Search:
         trial_id, report = self._executor.wait()
         if isinstance(report, Progress):
             running = self._running[trial_id]
-            self._running[trial_id] = replace(running, progress=report, said_seconds=self._clock())
+            self._running[trial_id] = replace(running, progress=report, reported_at=self._clock())
             self._observer.progress(running.record.number, report)
             return
         with self._interruption.held():
             trial = self._running.pop(trial_id)
-            report, seconds = self._plan.judged(report), self._clock() - trial.started_seconds
-            self._store.finish_trial(trial_id, report, seconds)
-        self._optuna.tell(trial.asked, trial.record.candidate, report)
-        self._take(replace(trial.record, outcome=report, seconds=seconds))
+            outcome, seconds = self._plan.judged(report), self._clock() - trial.started_at
+            self._store.finish_trial(trial_id, outcome, seconds)
+        self._optuna.tell(trial.optuna_trial, trial.record.candidate, outcome)
+        self._take(replace(trial.record, outcome=outcome, seconds=seconds))
 
     def _take(self, ended: TrialRecord) -> None:
-        """Tell plan and observer of a trial that ended.
+        """Tell plan and observer of a trial that ended, run here or reused.
 
-        Raise an error where all later trials would fail alike. Drop reused trials where this one shows that their
-        speeds no longer hold.
+        Raises ``NoResultError`` or ``NothingFitsError`` where all later trials would fail alike. Drops reused trials
+        where this one shows that their speeds no longer hold.
         """
         expected = self._history.speed(ended.candidate)
         self._plan.take(ended)
@@ -495,10 +507,10 @@ class Search:
         self._raise_if_nothing_begins(ended)
 
     def _raise_if_unavailable(self, ended: TrialRecord) -> None:
-        """Raise ``NoResultError`` where the training cannot have a requested setting, so that every trial fails.
+        """Raise ``NoResultError`` where every trial failed, since the training cannot have a requested setting.
 
-        A smaller batch does not help. Which samples a model keeps apart depends on its attention, so each attention has
-        to have failed. The baseline does not count: it trains without the requested setting.
+        A smaller batch does not help. Another attention may: it decides whether a model keeps joined samples apart, so
+        each has to have failed. The baseline does not count: it trains without the requested setting.
         """
         searched = [trial for trial in self._plan.records.values() if trial.stage != "baseline"]
         outcomes = {trial.candidate.arm: trial.outcome for trial in searched}
@@ -570,9 +582,9 @@ class Search:
         return self._control
 
     def _drop_reused_if_speed_differs(self, ended: TrialRecord, expected: Speed) -> None:
-        """Drop the reused speeds, and reuse no more trials, where the control is much faster or slower than then.
+        """Drop the reused speeds, and reuse no more trials, where the control is not as fast as ``expected``.
 
-        That is by more than the interval of ``expected`` and ``_SAME_SPEED``. Reused trials out of memory stay.
+        That is, by more than the interval of ``expected`` and ``_SAME_SPEED``. Reused trials out of memory stay.
         """
         if self._library is None or not isinstance(ended.outcome, Completed) or any(self._plan.owed):
             return
@@ -587,7 +599,7 @@ class Search:
         )
 
     def _reusable_outcome(self, candidate: Candidate, stage: Stage, effort: Effort) -> Outcome | None:
-        """Return a candidate's outcome from earlier studies, of a process not used yet; ``None`` without one."""
+        """Return a candidate's outcome from a trial of earlier studies that is not reused yet; ``None`` without one."""
         if self._library is None:
             return None
         known = {tried.process for tried in self._history.outcomes_of(candidate)}
@@ -596,7 +608,7 @@ class Search:
 
 def _no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:
     """Return the error that explains why a search has nothing to recommend."""
-    # No candidate was left to try.
+    # Whether no other candidate is left that might fit.
     is_certain = stop.reason is StopReason.NOTHING_LEFT
     tried, ceiling = history.tried, history.ceiling
     failed = [t.outcome for t in tried if isinstance(t.outcome, Failed)]
@@ -621,7 +633,7 @@ def _no_result(history: History, request: SearchRequest, stop: Stop, *, log_fold
 
 
 def _what_may_help(request: SearchRequest, *, is_certain: bool) -> str:
-    """Return advice after a search in which nothing fits."""
+    """Return advice after a search in which nothing fits; ``is_certain``: no candidate was left to try."""
     workload = request.workload
     ways = [
         ("search on with the same --study and more --trials or --time-budget", not is_certain),

@@ -23,15 +23,17 @@ _ROW = "{number:>2} {batch:>9}  {arm:<{arm_width}}  {speed:>13} {peak:>10}  {too
 
 
 class Narrator:
-    """An observer that says each line through ``say``, with its style: ``bold``, ``dim`` or none."""
+    """An observer that writes a search as lines of text in a style (``bold``, ``dim`` or none), and as a status."""
 
     def __init__(self, say: Callable[[str, str | None], None]) -> None:
+        """``say`` prints a line with its style."""
         self._say = say
         self._prepared: Prepared | None = None
         self._is_table_begun = False
         self._idle = _PREPARING
+        """What the search does while no trial runs, in words."""
         self._waits_for: str | None = None
-        # Of the trials under way, by number: what is tried, what it said last, and when.
+        # Of the running trials, by number: the candidate in words, the last report, and when it came.
         self._running: dict[int, tuple[str, Progress, float]] = {}
         self._best = ""
 
@@ -59,12 +61,12 @@ class Narrator:
         self._running[number] = candidate.describe(), Progress("start"), time.monotonic()
 
     def progress(self, number: int, progress: Progress) -> None:
-        """Show the phase or the step."""
-        what, *_ = self._running.get(number, ("",))
-        self._running[number] = what, progress, time.monotonic()
+        """Show the phase or the step of a running trial."""
+        description, *_ = self._running.get(number, ("",))
+        self._running[number] = description, progress, time.monotonic()
 
     def trial_ends(self, trial: TrialRecord, history: History) -> None:
-        """Print the trial's line."""
+        """Print the ended trial's line, and show the best trial so far."""
         assert self._prepared is not None, "begins comes first"
         # For a reused trial, ``trial_begins`` was not called.
         self._begin_table()
@@ -95,8 +97,8 @@ class Narrator:
         """Return the running trials, or the reason for a wait, and the best trial so far, in words."""
         now = time.monotonic()
         trials = [
-            f"trial {number}: {what} ({progress.describe(now - since)})"
-            for number, (what, progress, since) in self._running.copy().items()
+            f"trial {number}: {description} ({progress.describe(now - reported_at)})"
+            for number, (description, progress, reported_at) in self._running.copy().items()
         ]
         words = {"running": ", ".join(trials) or self._idle, "best": self._best}
         return words if self._waits_for is None else {**words, "waits_for": self._waits_for}
@@ -155,12 +157,12 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
     ]
     if prepared.unquantized_bytes:
         lines.append(f"note    {experts_line(prepared.unquantized_bytes, workload.dtype)}")
-    held = request.device.neighbours
-    if held and request.device.memory_used_bytes:
-        who = ", ".join(f"{neighbour.name or 'a process'} ({neighbour.pid})" for neighbour in held[:3])
+    neighbours = request.device.neighbours
+    if neighbours and request.device.memory_used_bytes:
+        who = ", ".join(f"{neighbour.name or 'a process'} ({neighbour.pid})" for neighbour in neighbours[:3])
         lines.append(
             f"note    {format_bytes(request.device.memory_used_bytes)} of {request.device.label} are held by "
-            f"{who}{' and others' if len(held) > 3 else ''}; trials have what is left"
+            f"{who}{' and others' if len(neighbours) > 3 else ''}; trials have what is left"
         )
     if ceiling.limit_bytes is not None and ceiling.limit_bytes > ceiling.free_bytes:
         lines.append(
@@ -171,7 +173,10 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
 
 
 def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
-    """Return the trial's speed relative to the baseline, and whether it is the best so far."""
+    """Return the last cell of a trial's line: its speed relative to the baseline, or why it does not count.
+
+    A speed is ``derived`` where it was computed from a trial of another accumulation.
+    """
     from autotune.results.wording import times, why_not_feasible
 
     outcome = trial.outcome

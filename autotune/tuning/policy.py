@@ -1,8 +1,8 @@
 """Choose the next candidate from what is known, without Optuna or processes.
 
-Batches are multiples of a number (a power of two, or ``--batch-multiple``); smaller multiples are searched where no
-candidate at a larger one fits. With several trials running, those that have not ended count as tried. A decision that
-needs all results (that nothing at a multiple fits, that nothing else is left) waits for them.
+Batches are multiples of 8, or of ``--batch-multiple``; smaller multiples are searched where none of these fits. With
+several trials running, those that have not ended count as tried. A decision that needs all results (that nothing at a
+multiple fits, that nothing else is left) waits for them.
 
 ``Acquisition`` is the search for speed. The value of a candidate is the expected improvement, times the probability
 that it runs and fits, divided by the seconds of its trial. Candidates are the arms of the space at their batches. Once
