@@ -41,7 +41,7 @@ def request_of(given: Mapping[str, Any], devices: Sequence[Device] = ()) -> Sear
         raise InvalidRequestError("an option holds a NUL character", "leave it out: no file and no model is named so")
     if options.get("levers") == "off":
         off = {name: "off" for name in names_of_levers() if name not in given and options[name] in ("auto", None)}
-        # What the environment says of the allocator is how training runs without autotune.
+        # A training without autotune has the allocator's setting of the environment, so that it is kept.
         if segments_expand(os.environ) is not None:
             off.pop("expandable_segments", None)
         options = {**options, **off}
@@ -56,6 +56,7 @@ def request_of(given: Mapping[str, Any], devices: Sequence[Device] = ()) -> Sear
     options = with_effective_batch(options, workload)
     device, *others = named or named_devices(options)
     workload = workload if own else in_usual_dtype(workload, options["dtype"], device.precisions)
+    # Devices that each run trials of one rank, in place of others that train together.
     beside: list[Device] = []
     if options.get("parallel"):
         beside, others = others, []
@@ -121,7 +122,10 @@ def build_workload(options: dict[str, Any]) -> Workload:
 
 
 def _images(options: dict[str, Any], source: ModelSource, task: Task, seq_len: int) -> tuple[int, int | None]:
-    """Return the number of images in a sample and their side in pixels. Raises an error for too many tokens."""
+    """Return the number of images in a synthetic sample and their side in pixels; 0 and ``None`` where there are none.
+
+    Raises an error where their tokens are more than ``seq_len``, or the task has no images.
+    """
     asked, side = options.get("images"), options.get("image_size")
     if task != "image-text-to-text":
         for name in ("images", "image_size"):
@@ -160,11 +164,11 @@ def with_effective_batch(options: dict[str, Any], workload: Workload) -> dict[st
 
 
 def in_usual_dtype(workload: Workload, asked: DTypeName | None, precisions: Collection[Precision]) -> Workload:
-    """Return the workload with the requested weight dtype, else with the usual dtype on this device.
+    """Return the workload with the requested weight dtype (``asked``), else the usual one of the device's precisions.
 
     Weights that are trained are stored in float32. Frozen ones are stored in bfloat16, or where the device does not
-    compute in bfloat16, in the dtype of the model's config. Where that is bfloat16, they are stored in float16, which
-    allows fp16 autocast, unless a new head would be trained in float16.
+    compute in bfloat16, in the dtype of the model's config. Where the config says bfloat16, they are stored in float16,
+    which allows fp16 autocast, unless a new head would be trained in float16.
     """
     if asked is not None or workload.peft is None or workload.source is not None:
         return workload
@@ -191,13 +195,13 @@ def _lora_options(options: dict[str, Any]) -> dict[str, Any] | None:
     given = {argument: options[name] for name, argument in _LORA_ARGUMENTS.items() if options.get(name)}
     given = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
     if given.get("target_modules") == [LORA_DEFAULTS["target_modules"]]:
-        # peft knows this word by itself, and not as one of several.
+        # This is peft's default, which it takes as a word of its own only, not in a list.
         del given["target_modules"]
     return given or None
 
 
 def _check_meaning(options: dict[str, Any], task: Task) -> None:
-    """Raise ``InvalidRequestError`` for options without effect in this combination."""
+    """Raise ``InvalidRequestError`` for options that have no effect with this task or without other options."""
     if task == "image-classification" and options["seq_len"] is not None:
         raise InvalidRequestError(
             f"--seq-len {options['seq_len']} does not apply to {task}, whose samples are images", "leave --seq-len out"
@@ -220,7 +224,7 @@ def _check_meaning(options: dict[str, Any], task: Task) -> None:
 
 
 def _weights_location(source: ModelSource) -> str:
-    """Return the location of the model's weights. Raises an error where there are no weights to load."""
+    """Return the hub's repository or the folder of the model's weights. Raises ``InvalidRequestError`` without one."""
     place = source.repository or source.path
     if place is None:
         raise InvalidRequestError(f"--pretrained: {source.name!r} has no weights anywhere", "leave --pretrained out")
@@ -263,7 +267,7 @@ def _dataset_of(options: dict[str, Any], source: ModelSource, task: Task) -> Dat
 
 
 def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
-    """Raise ``InvalidRequestError`` for options or a task that do not suit the dataset."""
+    """Raise ``InvalidRequestError`` for options or a task that do not go with a dataset, or with each other."""
     name = options["dataset"]
     if task == "speech-seq2seq":
         raise InvalidRequestError(f"--dataset {name}: speech is measured with synthetic samples only", "leave it out")
@@ -308,8 +312,8 @@ def _check_data_meaning(options: dict[str, Any], task: Task) -> None:
 def _own_workload(options: dict[str, Any], given: Collection[str], *, ranks: int) -> Workload | None:
     """Return the workload of the user's own code: ``trainer``, ``loop`` or ``script``; ``None`` for a model name.
 
-    A launcher of a script may start ``ranks`` processes. Raises ``InvalidRequestError`` where several of these or no
-    model are named, or where options that the user has ``given`` have no effect on own code.
+    ``ranks`` is the number of processes that a script's own launcher may start. Raises ``InvalidRequestError`` where
+    several of these or none are named, or where the code decides what an option that was ``given`` says.
     """
     trainer, loop, script = options["trainer"], options["loop"], options["script"]
     named = [f"--{option} {options[option]}" for option in ("trainer", "loop") if options[option]]

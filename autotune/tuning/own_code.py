@@ -31,8 +31,8 @@ def fit_to_own_code(request: SearchRequest, model: ModelFacts) -> SearchRequest:
 def _engine_bytes(request: SearchRequest, model: ModelFacts) -> int | None:
     """Return the bytes that vLLM takes of a GPU in each trial's process; ``None`` where it does not run there.
 
-    vLLM gets a share of the memory that CUDA counts, which leaves out the driver's. TRL runs vLLM in its own process,
-    so torch's allocator holds vLLM's weights and cache: the cap and all measured peaks count them.
+    vLLM gets a share of the memory that CUDA counts, which leaves out the driver's. TRL runs vLLM in the process that
+    trains, so torch's allocator holds vLLM's weights and cache: the allocator's cap and all measured peaks count them.
     """
     share, device = model.interface.engine_share, request.device
     if share is None or device.kind != "cuda":
@@ -85,25 +85,28 @@ def check_engine_fits(request: SearchRequest, model: ModelFacts, context_bytes: 
 
 
 def _check_samples(request: SearchRequest, samples: int | None) -> None:
-    """Raise ``InvalidRequestError`` where the user's own dataset is too small for one step."""
+    """Raise ``InvalidRequestError`` where the ``samples`` that one rank of the user's code has make no step."""
     source = request.workload.source
     if source is None or samples is None:
         return
     if request.effective_batch is None:
         needed = batch = request.batch_multiple or 1
-        option, enough = "--batch-multiple", samples
+        option, largest = "--batch-multiple", samples
     else:
         needed, batch = request.effective_batch // request.world_size, request.effective_batch
-        option, enough = "--effective-batch", samples * request.world_size
+        option, largest = "--effective-batch", samples * request.world_size
     if samples < needed:
         raise InvalidRequestError(
             f"the training data of {source.name} has {samples} samples, less than one step of {option} {batch}",
-            f"use {option} {enough} or less, or more data",
+            f"use {option} {largest} or less, or more data",
         )
 
 
 def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
-    """Return the request with the settings of the user's own code, except where the user requested others."""
+    """Return the request with the settings of the user's own code, where the user requested no other ones.
+
+    Raises ``InvalidRequestError`` where a requested one cannot be.
+    """
     effective_batch = _effective_batch(request, model)
     optim = model.own.arm.optim if model.own is not None else OWN_OPTIM
     source = request.workload.source
@@ -134,6 +137,7 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """
     asked, own, source = request.effective_batch, model.own_candidate, request.workload.source
     assert source is not None
+    # What the code does not let a trial change.
     fixed = model.interface.fixed
     total = fixed.effective_batch
     if total is not None and asked not in (None, total):
@@ -142,11 +146,11 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
             "put {effective_batch} or {effective_tokens} where its command line says that total, or use "
             f"--effective-batch {total}",
         )
-    each = model.interface.samples_a_prompt
-    if asked is not None and asked % each:
-        near = [str(batch) for batch in (asked // each * each, (asked // each + 1) * each) if batch]
+    count = model.interface.samples_a_prompt
+    if asked is not None and asked % count:
+        near = [str(batch) for batch in (asked // count * count, (asked // count + 1) * count) if batch]
         raise InvalidRequestError(
-            f"--effective-batch {asked}: {source.name} generates {each} completions of each prompt, of which a step "
+            f"--effective-batch {asked}: {source.name} generates {count} completions of each prompt, of which a step "
             "has all",
             f"use --effective-batch {' or '.join(near)}",
         )
@@ -194,7 +198,10 @@ def _without_ignored_settings(request: SearchRequest, model: ModelFacts) -> Sear
 
 
 def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...]) -> SearchRequest:
-    """Return the request with those precisions for which a placeholder has the script's own word."""
+    """Return the request with the precisions for which a placeholder in the script's command has the script's word.
+
+    Raises ``InvalidRequestError`` for a requested precision without a word.
+    """
     precisions = request.precisions or named
     if unnamed := [name for name in precisions if name not in named]:
         raise InvalidRequestError(
@@ -206,7 +213,10 @@ def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...])
 
 
 def checkpointing_of(request: SearchRequest, model: ModelFacts) -> CheckpointingChoice:
-    """Return the choice of gradient checkpointing; always on where the user's own code turns it on."""
+    """Return the requested choice of gradient checkpointing; ``on`` where the user's own code always turns it on.
+
+    Raises ``InvalidRequestError`` where it was to be off.
+    """
     source = request.workload.source
     if source is None or not model.always_checkpoints:
         return request.gradient_checkpointing
@@ -220,7 +230,7 @@ def checkpointing_of(request: SearchRequest, model: ModelFacts) -> Checkpointing
 
 
 def batches_of(request: SearchRequest, model: ModelFacts) -> Batches:
-    """Return the batches of the space; none is larger than the dataset."""
+    """Return the batches to search; for the user's own code, those that it can train and that its dataset fills."""
     if request.workload.source is None:
         return request.batches
     return replace(

@@ -69,21 +69,22 @@ def predictions(
     *,
     saves_memory: bool = False,
 ) -> list[tuple[Prepared, MemoryModel]]:
-    """Return the predictions for each chip with its memory. One process computes those that are not stored.
+    """Predict memory for each target, a chip with its bytes of memory, and the target's own ``options``.
 
-    They cover every batch that these ``ranks`` could have. Memory-saving arms are predicted where nothing else fits,
-    and always with ``saves_memory``.
+    Returns a prepared search and a memory model for each. One process computes what ``answers`` has not stored. The
+    predictions cover every batch that any of the numbers ``ranks`` could have. Memory-saving arms are predicted where
+    nothing else fits, and always with ``saves_memory``.
     """
     workload, asked_dtype = build_workload(options[0]), options[0]["dtype"]
     usual = [in_usual_dtype(workload, asked_dtype, precisions_of(chip.capability)) for chip, _ in targets]
     if len({each.dtype for each in usual}) > 1:
-        # Each dtype is a workload of its own.
+        # Each dtype is a workload of its own, so that its targets are predicted by a call of their own.
         found: dict[int, tuple[Prepared, MemoryModel]] = {}
         for dtype in dict.fromkeys(each.dtype for each in usual):
-            at = [index for index, each in enumerate(usual) if each.dtype == dtype]
-            own = [{**options[index], "dtype": dtype} for index in at]
-            alike = predictions([targets[index] for index in at], own, answers, ranks, saves_memory=saves_memory)
-            found |= dict(zip(at, alike, strict=True))
+            indices = [index for index, each in enumerate(usual) if each.dtype == dtype]
+            own = [{**options[index], "dtype": dtype} for index in indices]
+            alike = predictions([targets[index] for index in indices], own, answers, ranks, saves_memory=saves_memory)
+            found |= dict(zip(indices, alike, strict=True))
         return [found[index] for index in range(len(targets))]
     workload = usual[0]
     if workload.task == "image-text-to-text":
@@ -98,7 +99,8 @@ def predictions(
     for request in requests:
         check_request(request)
     cpu = find_device("cpu")
-    # Of several ranks the inspection also says whether the model can be sharded, and what DDP need not do.
+    # The inspection runs on the CPU. For several ranks it also says whether the model can be sharded, and what DDP need
+    # not do.
     placement = Placement.of(*[cpu] * max(request.ranks for request in requests))
     key = inspection_key(cpu, workload, placement.ranks)
     assert key is not None
@@ -136,7 +138,7 @@ def _start_predicting(runner: TrialServer) -> None:
 
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
-    """Return the request of a search on a chip with a memory limit."""
+    """Return the request of a search on a chip with a memory limit, which is not in this machine."""
     ranks = _ranks(options.get("gpus"))
     first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
@@ -148,7 +150,7 @@ def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str
 
 
 def _ranks(gpus: str | None) -> int:
-    """Return the number of GPUs that train together. Raises ``InvalidRequestError`` for an invalid number."""
+    """Return the number of GPUs that ``--gpus`` says train together. Raises ``InvalidRequestError`` for a wrong one."""
     if gpus is None:
         return 1
     if not gpus.isdecimal() or not 1 <= int(gpus) <= _MOST_RANKS:
@@ -166,7 +168,7 @@ def _target(chip: Chip, prepared: Prepared, ranks: Sequence[int]) -> Target:
 
 
 def _questions(space: Space, arms: Sequence[Arm], ranks: Sequence[int]) -> list[Question]:
-    """Return the questions about some arms at every batch, for each number of ranks."""
+    """Return the questions to predict about some arms: at every batch that each number of ranks can have."""
     shared = [of_ranks(space, count) for count in ranks] if ranks != (1,) else [space]
     pairs = [(batch, each.batches.accumulation(batch)) for each in shared for batch in batches_of(each)]
     multiple = space.batches.levels()[0] if space.batches.effective_batch is None else None
@@ -182,7 +184,7 @@ def of_ranks(space: Space, count: int) -> Space:
 
 
 def batches_of(space: Space) -> list[int]:
-    """Return all per-device batches of an effective batch; empty for a free batch, which only needs the largest."""
+    """Return all per-device batches to predict; empty without an effective batch: then the largest is of interest."""
     if space.batches.effective_batch is None:
         return []
     return space.batches.every
@@ -191,7 +193,10 @@ def batches_of(space: Space) -> list[int]:
 def predicted_document(
     gpu: tuple[str, ...] | None, gpu_spec: str | None, storage: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], AutotuneError | None]:
-    """Return the JSON of ``predict``, and the error where the predictions could not be stored."""
+    """Predict memory and speed on the named GPUs; return the JSON of ``predict``, and why answers could not be stored.
+
+    ``gpu_spec`` is a file with further GPUs; ``storage`` is the database with cached answers.
+    """
     targets = _chips(gpu, options["memory_limit"], gpu_spec)
     with AnswerCache(storage) as answers:
         predicted = predictions(targets, [options] * len(targets), answers)
@@ -207,7 +212,11 @@ def predicted_document(
 
 
 def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | None) -> list[tuple[Chip, int]]:
-    """Return the chips to predict for, each with its usable memory."""
+    """Return the chips to predict for, each with its bytes of usable memory: the limit, else all.
+
+    Without ``names`` it is a GPU with that much memory. Raises ``InvalidRequestError`` for an unknown GPU, and for a
+    limit that is missing or above a GPU's memory.
+    """
     known = known_chips(spec)
     if not names:
         if limit_bytes is None:
@@ -231,7 +240,7 @@ def _chips(names: tuple[str, ...] | None, limit_bytes: int | None, spec: str | N
 
 
 def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredictionDocument:
-    """Return the predictions for one chip."""
+    """Return the part of ``predict``'s JSON about one chip: every arm at every batch; memory-saving ones if needed."""
     ceiling = prepared.ceiling
     speeds = StepTimeModel(chip) if chip.rates is not None else None
     arms = [_arm_prediction(arm, prepared, model, speeds) for arm in prepared.space.arms]
@@ -251,20 +260,23 @@ def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredi
 
 
 def _arm_prediction(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> ArmPrediction:
-    """Return the predictions for one configuration at every batch."""
+    """Return the predictions for one arm (a configuration without batch) at every batch.
+
+    ``speeds`` predicts step times; ``None`` for a GPU whose rates are unknown.
+    """
     space, workload = prepared.space, prepared.request.workload
     largest = model.largest_batch(arm)
     operations = model.operations(arm)
-    free = space.batches.effective_batch is None
-    wanted = [(b, 1) for b in model.batches(arm)] if free else []
-    wanted += [(b, space.batches.accumulation(b)) for b in batches_of(space)]
+    is_free = space.batches.effective_batch is None
+    pairs = [(batch, 1) for batch in model.batches(arm)] if is_free else []
+    pairs += [(batch, space.batches.accumulation(batch)) for batch in batches_of(space)]
     rows: list[BatchDocument] = []
-    for batch, accumulation in wanted:
+    for batch, accumulation in pairs:
         candidate = Candidate(arm, batch, accumulation)
         prediction = model.prediction(candidate)
-        # Without accumulation it is the same to reduce gradients in each micro-step and in the last one.
-        is_twin = arm.sync_each_batch and not candidate.accumulates
-        if prediction is not None and not is_twin:
+        # Without accumulation, reducing gradients in each micro-step is the same as in the last one.
+        is_duplicate = arm.sync_each_batch and not candidate.accumulates
+        if prediction is not None and not is_duplicate:
             row = BatchDocument(
                 per_device_train_batch_size=batch,
                 gradient_accumulation_steps=accumulation,
@@ -278,7 +290,7 @@ def _arm_prediction(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: St
                 speed = speed_document(speeds.predict(operations, candidate), workload)
                 row = TimedBatchDocument(**vars(row), **vars(speed))
             rows.append(row)
-    if not free:
+    if not is_free:
         largest = max((row.per_device_train_batch_size for row in rows if row.fits), default=0)
     why_not = None if rows else why_unpredictable(arm, workload) or model.why_missing(arm)
     return ArmPrediction(**dataclasses.asdict(arm), largest_batch=largest, batches=tuple(rows), why_not=why_not)
@@ -287,11 +299,11 @@ def _arm_prediction(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: St
 def stored_prediction(
     report: Report, candidate: Candidate, answers: Answers
 ) -> tuple[MemoryPrediction | None, StepTime | None]:
-    """Return the stored predictions of a candidate in a study: its memory and its step time.
+    """Return the predictions of a candidate's memory and step time that are stored with a study, without a process.
 
-    Measurements do not correct the step time. ``None`` where nothing is stored: on a CPU, for the user's own code, and
-    for other versions of torch, transformers or autotune than are installed. The step time is also ``None`` for a GPU
-    whose rates are unknown.
+    Both are ``None`` where nothing is stored: on a CPU, for the user's own code, and for other versions of torch,
+    transformers or autotune than are installed. The step time, which no measurement corrected, is also ``None`` for a
+    GPU whose rates are unknown.
     """
     try:
         workload = Workload.from_document(report.workload)
@@ -304,7 +316,7 @@ def stored_prediction(
         prepared = replace(prepare(request, facts), ceiling=report.ceiling)
         forecast = forecast_of(prepared, None, KeptPredictions(AnswerCache(answers), workload))
     except (AutotuneError, AttributeError, KeyError, TypeError, ValueError):
-        # Records of another version, or a damaged answer. The rest of a report does not need it.
+        # Records of another version, or a damaged answer. A report does without predictions.
         return None, None
     if forecast is None:
         return None, None
@@ -317,7 +329,7 @@ def stored_prediction(
 
 
 def _device_of(report: Report) -> Device:
-    """Return the device in its state at the start of the study."""
+    """Return the device of a study as it was at the start of the study."""
     environment = report.environment
     capability = environment.get("device_capability")
     return Device(

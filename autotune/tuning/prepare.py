@@ -41,12 +41,10 @@ class Prepared:
     environment: Document
     """Device, driver and library versions, on which a measurement depends."""
     model: ModelFacts
-
     chip: Chip | None = None
     """The GPU's properties that determine memory; ``None`` on a CPU, for which nothing is predicted."""
-
     calibration: Calibration | None = None
-    """What the machine was measured to do; ``None`` on a CPU, and where that failed."""
+    """Measured speeds of this machine, for predictions; ``None`` on a CPU, and where measuring failed."""
 
     @property
     def is_large(self) -> bool:
@@ -130,12 +128,12 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     arms = arms_with_strategies(arms, request, model)
     batches, plain = batches_of(request, model), Arm(attn_implementation=default_attention)
     if request.workload.source is not None:
-        # A loop keeps its optimizer in the baseline, too; a script may have no name for fp32.
+        # The baseline has the optimizer of a loop, and a precision that the code can have: not every script has fp32.
         known = next((arm for arm in arms if arm.precision == "fp32"), arms[0])
         plain = replace(plain, precision=known.precision, optim=known.optim)
     baseline = model.own_candidate or Candidate(plain, *batches.baseline())
     if request.ranks > 1:
-        # Ranks that share samples cannot do so with the default strategy.
+        # The default strategy is DDP, with which ranks cannot share samples.
         arm = (
             shared(baseline.arm, "fsdp", request, model)
             if request.context_parallel > 1
@@ -171,13 +169,17 @@ _USUAL_BATCH = 16
 
 
 def length_multiples(request: SearchRequest, model: ModelFacts, batches: Batches) -> tuple[int, int]:
-    """Return the multiples of padded lengths and rows that cost least in an epoch with CUDA graphs, else defaults."""
+    """Return the multiples to pad lengths of samples, and rows of joined samples, to: those of the cheapest epoch.
+
+    A small multiple pads less; a large one makes fewer shapes, for each of which a CUDA graph is captured. Returns
+    defaults where lengths do not vary, or lengths or the GPU's speed are unknown.
+    """
     lengths, chip = request.workload.sample_lengths, chip_of_device(request.device.name)
     if lengths is None or not lengths.vary or chip is None or chip.rates is None:
         return LENGTH_MULTIPLE, ROW_MULTIPLE
     own = model.own_candidate
     usual = own.per_device_train_batch_size if own is not None else _USUAL_BATCH
-    # What makes lengths few saves memory, so that it is tried at large batches.
+    # Few lengths save memory, so that the lever is tried at large batches.
     batch = max(usual, min(batches.effective_batch or usual, 32))
     token_seconds = 6 * model.parameters / (_USED_SHARE * peak_flops(chip.rates, "bf16"))
     padded = lengths.batching(batch)

@@ -41,12 +41,13 @@ from autotune.space.space import Batches, choose_precisions
 
 # Default of TrainingArguments.
 DEFAULT_OPTIM = "adamw_torch_fused"
-# Only the peak matters for the largest batch, so one step is measured after the two that allocate everything.
+# Only peak memory matters for the largest batch, so one step is measured after the two that allocate everything.
 MAX_BATCH_EFFORT = Effort(min_steps=1, max_steps=1)
 
 # Batches of real data differ in size, so more of them are needed to represent an epoch.
 DATA_EFFORT = Effort(min_steps=5, max_steps=24, max_seconds=4.0)
 
+# Default budget of trials for Optuna's samplers. A choice.
 _FOREIGN_TRIALS = 32
 
 _STUDY_NAME = re.compile(r"[A-Za-z0-9_+=@][A-Za-z0-9_.+=@ -]{0,99}")
@@ -75,7 +76,7 @@ class SearchRequest:
     """Further devices, each of which runs trials of one rank at the same time as ``device``."""
     effective_batch: int | None = _of("effective_batch")
     effective_tokens: int | None = _of("effective_tokens", recorded_as="")
-    """The same in tokens, where it was given so; only for messages."""
+    """The effective batch in tokens, where the user gave it so; only for messages."""
     memory_limit_bytes: int | None = _of("memory_limit", recorded_as="memory_limit_bytes")
     """``None`` means all memory of the device."""
     headroom: Headroom = _of("headroom", default_factory=Headroom)
@@ -156,7 +157,7 @@ class SearchRequest:
                 "that are trained on",
                 "leave it out",
             )
-        # Raises for devices that are not as many or not equal.
+        # Making a placement raises for devices that do not train alike.
         _ = self.placement, Placement.of(self.device, *self.beside)
 
     @property
@@ -187,10 +188,10 @@ class SearchRequest:
         return self.device, *self.others, *self.beside
 
     def with_current_memory(self) -> SearchRequest:
-        """Return the request with the current free memory of its devices."""
-        device, *more = (find_device(device.uuid) for device in self.devices)
+        """Return the request with its devices as they are now, such as with their current free memory."""
+        device, *further = (find_device(device.uuid) for device in self.devices)
         count = len(self.others)
-        return replace(self, device=device, others=tuple(more[:count]), beside=tuple(more[count:]))
+        return replace(self, device=device, others=tuple(further[:count]), beside=tuple(further[count:]))
 
     @property
     def least_free_bytes(self) -> int:
@@ -262,10 +263,10 @@ class SearchRequest:
         """Return the settings of levers that are ``on`` or have a number, which every arm has."""
         chosen: dict[str, Any] = {}
         for row in LEVERS:
-            # What is on by default is a lever where it is off.
-            other_than_default = "off" if row.values[:1] == (True,) else "on"
+            # For a setting that is on by default, the lever is to turn it off.
+            chosen_word = "off" if row.values[:1] == (True,) else "on"
             choice = getattr(self, row.option) if row.option else None
-            if choice == other_than_default:
+            if choice == chosen_word:
                 chosen[row.name] = row.values[1]
             elif isinstance(choice, str) and choice.isdigit():
                 chosen[row.name] = int(choice)
@@ -280,9 +281,9 @@ class SearchRequest:
         return chosen
 
     def late_settings(self, layers: int | None) -> frozenset[str]:
-        """Return the settings that only the best candidates get, after the first answer.
+        """Return the names of the levers that only the best candidates get, after the search's first answer.
 
-        ``layers`` is the number of layers that can use gradient checkpointing.
+        ``layers`` is the number of layers that can use gradient checkpointing; ``None``: single layers cannot.
         """
         late = {"cpu_affinity"} if self.pins == "auto" else set()
         if not self.goes_on:
@@ -298,7 +299,7 @@ class SearchRequest:
                 continue
             choice = getattr(self, row.option) if row.option else "auto"
             has_prior = row.prior is not None and (row.option or not row.part_of)
-            # What is only allowed, as another order of the samples, is for lengths as they are.
+            # An option that is ``True``, as for another order of samples, allows a lever for lengths as they are.
             training = as_it_is if choice is True else padded_to_few_lengths
             if has_prior and choice in ("auto", True) and why_not(row, training) is None:
                 late.add(row.name)
@@ -308,7 +309,7 @@ class SearchRequest:
         return frozenset(late)
 
     def untried_resorts(self) -> list[str]:
-        """Return memory-saving levers that this training supports and that the search does not try by itself."""
+        """Return the names of memory-saving levers that this training supports and the search does not try itself."""
         training, tried = Training.of(self.workload, self.device.kind, self.ranks), self.late_settings(None)
         untried = []
         for row in (*(row for row in LEVERS if row.is_resort), BY_NAME["offload_activations"]):
@@ -341,14 +342,14 @@ def recorded_fields() -> tuple[dataclasses.Field[Any], ...]:
 
 
 def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ``SearchRequest`` that some options set."""
-    held = {each.name: each.metadata["option"] for each in dataclasses.fields(SearchRequest) if each.metadata}
-    return {field: options[option] for field, option in held.items() if options.get(option) is not None}
+    """Return the fields of a ``SearchRequest`` with the values of the options that have one."""
+    option_of = {each.name: each.metadata["option"] for each in dataclasses.fields(SearchRequest) if each.metadata}
+    return {field: options[option] for field, option in option_of.items() if options.get(option) is not None}
 
 
 @functools.cache
 def recorded_type() -> type[Any]:
-    """Return the msgspec type of a recorded request."""
+    """Make the msgspec type that a recorded request's JSON is decoded to, from the fields of ``SearchRequest``."""
     fields: list[tuple[Any, ...]] = [
         ("schema_version", int, VERSION),
         ("model", str, ""),
@@ -378,9 +379,9 @@ def request_from_document(
     """
     kind, document = recorded_type(), without_version(document)
     names = set(kind.__struct_fields__)
-    # An option of a later autotune that is off has no effect.
-    said = {name: value for name, value in document.items() if name in names or value not in (None, False)}
-    recorded = fields_of(decode(said, kind))
+    # Unknown options of a later autotune are left out where they are off, which has no effect; else decoding fails.
+    known = {name: value for name, value in document.items() if name in names or value not in (None, False)}
+    recorded = fields_of(decode(known, kind))
     if recorded["ranks"] != 1 + len(others):
         raise ValueError(f"it has {recorded['ranks']} ranks, and {1 + len(others)} devices were found for them")
     headroom = Headroom(recorded.pop("headroom_fraction"), recorded.pop("headroom_bytes"))
@@ -389,7 +390,7 @@ def request_from_document(
     return SearchRequest(workload=workload, device=device, others=others, study=study, headroom=headroom, **fields)
 
 
-# A study may be continued with a larger budget, and by a later version.
+# Fields in which a request may differ from the study that it continues: a larger budget, a later version.
 _MAY_DIFFER = frozenset({
     "effort", "trials", "time_budget_seconds", "trial_timeout_seconds", "fresh", "unprotected", "schema_version",
 })  # fmt: skip
@@ -411,7 +412,7 @@ def differences(recorded: dict[str, Any], asked: dict[str, Any]) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """Return a short form of a value: for a dataset or the user's own code only its name."""
+    """Return a value in words for a message; of a dataset or the user's own code only its name."""
     if isinstance(value, dict):
         source = value.get("source") or value.get("name")
         return os.path.basename(source) or source if isinstance(source, str) and source else "given"

@@ -30,14 +30,15 @@ from autotune.estimate.history import History, Tried, cap_of, ran_in_full
 from autotune.estimate.memory import MemoryModel
 from autotune.store.records import PastTrial
 
-# Tolerance with which the seconds of a trial's steps are recomputed where micro-steps were added.
+# Where a trial ran a part of each step's micro-steps, the seconds that it really took are recomputed, not exactly. A
+# trial of this share of the required seconds was long enough.
 _SECONDS_KNOWN_TO = 0.95
 
 
 class Library:
-    """Answers candidates under one ceiling from trials of earlier studies.
+    """Finds outcomes for candidates in trials of earlier studies, under one memory ceiling.
 
-    ``memory`` learns from all that completed, whether or not they are reused.
+    ``memory``, the model that predicts memory, learns from all trials, whether or not they are reused.
     """
 
     def __init__(self, trials: Iterable[PastTrial], ceiling: Ceiling, memory: MemoryModel | None = None) -> None:
@@ -53,13 +54,13 @@ class Library:
             self._file(past, ceiling)
 
     def _file(self, past: PastTrial, ceiling: Ceiling) -> None:
-        """Add a trial of an earlier study, if its outcome is valid under this ceiling."""
+        """Add a trial of an earlier study, where its outcome is valid under this ceiling and was not disturbed."""
         trial = past.trial
         if trial.outcome is None or bool(getattr(trial.outcome, "disturbed", False)):
             return
         past_ceiling, arm = decode(past.ceiling, Ceiling), trial.candidate.arm
         if arm.expandable_segments and past_ceiling.line_bytes != ceiling.line_bytes:
-            # Its cap was the line of its own ceiling, so that it tells nothing about another line.
+            # Its allocator was limited to the line of its own ceiling, so that it tells nothing about another line.
             return
         cap_bytes = cap_of(arm, past_ceiling)
         self._sources[trial.id] = past
@@ -77,29 +78,29 @@ class Library:
     ) -> Outcome | None:
         """Return the outcome of a candidate at this effort from earlier trials; ``None`` where it must be run.
 
-        ``in_full`` requires every micro-step to be measured. ``not_from`` names trials that may not answer: for a
-        second measurement, those of the candidate's outcomes so far (see ``Tried.process``). A
-        second measurement is never derived from a trial of another candidate.
+        ``in_full`` requires every micro-step to be measured. ``not_from`` are the ids of trials that may not answer:
+        for a second measurement, those of the candidate's outcomes so far (see ``Tried.process``). A second
+        measurement is never derived from a trial of another candidate.
         """
         is_second = bool(not_from)
-        # The oldest first.
+        # Outcomes of the candidate itself, the oldest first; the latest of those that are good enough is returned.
         exact = [
             dataclasses.replace(outcome, source=_source_of(past, derived=False), phase_seconds={})
             for past, outcome in self._at_any_accumulation(candidate)
             if past.trial.candidate == candidate and past.trial.id not in not_from
         ]
-        # Each process of earlier searches counts, however few steps it measured, as it did there.
+        # A second measurement counts as it did in its own search, however few steps it has.
         measured = [
             found
             for found in exact
             if _measured_long_enough(found, candidate, effort) or (is_second and ran_in_full(candidate, found))
         ]
-        over = [found for found in exact if not found.measurement.fits(candidate.arm, self._ceiling)]
-        if over:
-            return over[-1]
-        whole = [found for found in measured if ran_in_full(candidate, found)]
-        if whole:
-            return whole[-1]
+        over_line = [found for found in exact if not found.measurement.fits(candidate.arm, self._ceiling)]
+        if over_line:
+            return over_line[-1]
+        in_whole_steps = [found for found in measured if ran_in_full(candidate, found)]
+        if in_whole_steps:
+            return in_whole_steps[-1]
         if measured and not in_full:
             return measured[-1]
         ran_out = self._ran_out(candidate, not_from)
@@ -108,7 +109,7 @@ class Library:
         return self._derived(candidate, effort)
 
     def _derived(self, candidate: Candidate, effort: Effort) -> Completed | None:
-        """Return the latest measurement at another accumulation, converted to this accumulation."""
+        """Return the latest measurement at another accumulation, converted to the candidate's; ``None`` without one."""
         converted: Completed | None = None
         for past, outcome in self._at_any_accumulation(candidate):
             other = past.trial.candidate
@@ -116,9 +117,9 @@ class Library:
                 continue
             measured = derive(outcome.measurement, other, candidate)
             if measured is not None:
-                worked_out = Completed(measured, source=_source_of(past, derived=True))
-                if _measured_long_enough(worked_out, candidate, effort):
-                    converted = worked_out
+                derived = Completed(measured, source=_source_of(past, derived=True))
+                if _measured_long_enough(derived, candidate, effort):
+                    converted = derived
         return converted
 
     def _at_any_accumulation(self, candidate: Candidate) -> Iterator[tuple[PastTrial, Completed]]:
@@ -128,7 +129,10 @@ class Library:
             yield past, past.trial.outcome
 
     def _ran_out(self, candidate: Candidate, not_from: Collection[str]) -> OutOfMemory | None:
-        """Return an out-of-memory outcome of this candidate or, without ``not_from``, of one that needs no more."""
+        """Return an out-of-memory outcome for a candidate: its own or, without ``not_from``, of one that needs no more.
+
+        ``None`` where there is none; ``not_from`` are ids of trials that do not count.
+        """
         same = [tried for tried in self._over.outcomes_of(candidate) if tried.trial_id not in not_from]
         if same:
             outcome, past = same[-1].outcome, self._sources[same[-1].trial_id]
@@ -142,10 +146,13 @@ class Library:
 
 
 def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> bool:
-    """Return whether a trial's verdict under its own cap is also its verdict under this ceiling."""
+    """Return whether a trial that ran under a cap fits, or does not, under this ceiling as it did there.
+
+    The cap limits torch's allocator; a trial fits whose peak is not above the ceiling's line.
+    """
     reserved_bytes, line_bytes = measurement.peak_reserved_bytes, ceiling.line_bytes
     if measurement.allocation_retries:
-        # It met its cap and freed segments, which takes time and lowers the peak.
+        # The allocator met its cap and freed segments, which takes time and lowers the peak.
         is_over = reserved_bytes > line_bytes and ceiling.cap_bytes >= cap_bytes
         return is_over or ceiling.cap_bytes == cap_bytes or measurement.peak_allocated_bytes > line_bytes
     if reserved_bytes <= ceiling.cap_bytes:
@@ -154,7 +161,7 @@ def holds_under(measurement: Measurement, cap_bytes: int, ceiling: Ceiling) -> b
 
 
 def derive(measurement: Measurement, measured: Candidate, wanted: Candidate) -> Measurement | None:
-    """Convert a measurement at one accumulation to another.
+    """Convert the measurement of a candidate to that of another accumulation, the ``wanted`` candidate.
 
     ``None`` for several ranks or DeepSpeed, or where the optimizer was not timed or micro-step inputs not counted.
     """
@@ -210,6 +217,7 @@ def _has_valid_peaks(candidate: Candidate, outcome: Completed, cap_bytes: int, c
 def _measured_long_enough(outcome: Completed, candidate: Candidate, effort: Effort) -> bool:
     """Return whether an earlier trial measured long enough for this effort."""
     measurement = outcome.measurement
+    # The same rules end a running trial, see ``Effort``.
     each = measurement.step_seconds_each
     behind = effort.behind_step_seconds
     if behind and len(each) > 1 and min(each) > behind:
@@ -222,7 +230,7 @@ def _measured_long_enough(outcome: Completed, candidate: Candidate, effort: Effo
 
 
 def _seconds_run(measurement: Measurement, candidate: Candidate) -> float:
-    """Return the seconds that the measured steps really took, without micro-steps that were only added in."""
+    """Return the seconds that the measured steps really took: their times include micro-steps that were not run."""
     optimizer = measurement.optimizer_seconds or 0.0
     share = measurement.micro_steps_run / candidate.gradient_accumulation_steps
     return sum((seconds - optimizer) * share + optimizer for seconds in measurement.step_seconds_each)
