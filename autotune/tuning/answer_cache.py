@@ -35,7 +35,7 @@ _LOCK_TIMEOUT_SECONDS = 2.0
 
 
 def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | None:
-    """Return the cache key of an inspection by ``autotune.worker.facts.inspect``.
+    """Return the cache key of an inspection (facts about machine and model) by ``autotune.worker.facts.inspect``.
 
     ``None`` for the user's own code: its imports and files are unknown without running it.
     """
@@ -53,7 +53,7 @@ def inspection_key(device: Device, workload: Workload, ranks: int = 1) -> str | 
 
 
 def look_key(device: Device, workload: Workload, work: LookWork) -> str | None:
-    """Return the cache key of a comparison of first steps; ``None`` for the user's own code."""
+    """Return the cache key of the first steps of a look, which compares two trainings; ``None`` for own code."""
     asked = {name: value for name, value in encode(work).items() if name not in ("devices", "cap_bytes", "data_folder")}
     inspected = inspection_key(device, workload)
     return None if inspected is None else _key("look", asked=asked, inspected=inspected)
@@ -118,7 +118,7 @@ class AnswerCache:
     """The answers in a database that may be missing, locked or damaged: then nothing is found, and nothing is stored.
 
     A context manager. A database that is named is created or upgraded when the first answer is stored. So a command
-    that finds every answer, or fails before, does not change it. The answers of an open database may be given instead.
+    that finds every answer, or fails before, does not change it. ``storage`` may also be answers that are open already.
     """
 
     def __init__(self, storage: str | Answers) -> None:
@@ -138,7 +138,7 @@ class AnswerCache:
                 opened.close()
 
     def find(self, key: str, kind: type[T]) -> T | None:
-        """Return the answer of this type that is stored under a key; ``None`` where there is none."""
+        """Return the answer that is stored under a key, decoded as ``kind``; ``None`` where there is none."""
         if not self._is_readable:
             return None
         try:

@@ -50,7 +50,7 @@ _NOT_MEASURED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})
 
 
 def measured_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Select the environment variables that a measurement depends on."""
+    """Return the environment variables on which speed or memory of a training depends, sorted by name."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -61,9 +61,12 @@ def measured_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def describe_environment(
     placement: Placement, workload: Workload, arms: Sequence[Arm], software: Software, measurement_revision: int
 ) -> Document:
-    """Return the record of machine and software; a process with torch reported the ``software``."""
+    """Return the record of machine and software on which a search's measurements depend.
+
+    A process with torch reported the ``software``. ``measurement_revision`` grows where trials measure otherwise.
+    """
     device = placement.device
-    # Of the optional packages only those that this search measures with: others may come and go.
+    # Optional packages count only where this search measures with them: others may come and go.
     needed = {*packages_of_workload(workload), *(package for arm in arms for package in packages_of(arm))}
     optional = {package: version_of(package) for package in sorted(needed)}
     return {
@@ -71,7 +74,7 @@ def describe_environment(
         "device_kind": device.kind,
         "device_name": device.name,
         "device_uuid": device.uuid,
-        # GPUs have UUIDs.
+        # A GPU is told apart by its UUID, a CPU by its machine.
         "machine": machine_id() if device.kind == "cpu" else None,
         "device_memory_bytes": device.memory_total_bytes,
         "device_capability": list(device.capability) if device.capability else None,
@@ -111,7 +114,7 @@ def _ranks(placement: Placement) -> Document:
 
 
 def measured_environment(environment: Document) -> Document:
-    """Select the part of an environment that affects measurements on any machine of the same kind."""
+    """Return the part of an environment's record that affects measurements, without what identifies the machine."""
     return {key: value for key, value in environment.items() if key not in _NOT_IN_KIND}
 
 
@@ -126,7 +129,7 @@ def is_of_kind(environment: Document, other: Document) -> bool:
 
 
 def is_same_machine(recorded: Document, today: Document) -> bool:
-    """Return whether two environments are of the same machine, as far as this was recorded."""
+    """Return whether two environments are of one machine; what was not recorded then counts as the same."""
     (devices_then, host_then), (devices_now, host_now) = _machine(recorded), _machine(today)
     return devices_then in ([None], devices_now) and host_then in (None, host_now)
 
@@ -138,5 +141,5 @@ def _machine(environment: Document) -> tuple[list[str | None], str | None]:
 
 
 def comparable_environment(today: Document, recorded: Document) -> Document:
-    """Select those facts of today's environment that an earlier version of autotune recorded too."""
+    """Return the facts of today's environment that a study of an earlier autotune recorded too, to compare both."""
     return {key: value for key, value in measured_environment(today).items() if key in recorded or value is None}

@@ -49,9 +49,10 @@ def take_turn(
     """Lock devices and study for the block; yield the study's name, and whether another search had to end first.
 
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
-    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search holds them,
-    its end is waited for; without ``wait`` such a GPU is a ``DeviceError``, such a study a ``StorageError``. A CPU may
-    be shared, with a note. Where no lock can be kept in the folder, a note says so, and nothing is held.
+    ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search holds one of
+    the locks, its end is waited for; without ``wait`` a locked GPU is a ``DeviceError``, a locked study a
+    ``StorageError``. A CPU may be shared, with a note. Where no lock files can be written, nothing is locked, and a
+    note says so.
     """
     with contextlib.ExitStack() as stack:
         name, has_waited = None, False
@@ -67,7 +68,7 @@ def take_turn(
 
 @contextlib.contextmanager
 def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = None, note: Note) -> Iterator[None]:
-    """Lock the devices for the duration of the block, to measure a search's winner again.
+    """Lock the devices for the block, to measure the winner of a ``study`` again outside of a search.
 
     Without ``wait``, a GPU that a search has locked is a ``DeviceError``.
     """
@@ -80,7 +81,7 @@ def take_devices(devices: Sequence[Device], study: str, *, wait: Wait | None = N
 
 
 def _note_missing_lock(error: LockError, note: Note) -> None:
-    """Note that no lock can be kept, so that other searches are not noticed."""
+    """Tell the user that no lock can be kept, so that this search and others do not notice each other."""
     note(f"{error}; searches beside this one go unnoticed. Name another folder with {FOLDER_VARIABLE}")
 
 
@@ -96,7 +97,10 @@ def _hold_devices(
     note: Note,
     hint: str = _BUSY_HINT,
 ) -> bool:
-    """Lock all devices. Return whether another search had to end first."""
+    """Lock all devices until the ``stack`` is left; return whether another search had to end first.
+
+    The locks name the ``study``. A locked GPU is a ``DeviceError`` with this ``hint``, unless ``wait`` is given.
+    """
     has_waited = False
     # Locks are taken in one order everywhere, after the lock of the study, so that no two searches wait for each other.
     # Ranks may share the CPU.
@@ -121,7 +125,10 @@ def _hold_study(
     *,
     wait: Wait | None,
 ) -> tuple[str, bool]:
-    """Lock the study. Return its name, and whether another search had to end first."""
+    """Lock a study by name, or the first free name, until the ``stack`` is left.
+
+    Return the name, and whether another search had to end first. See ``take_turn``.
+    """
     if isinstance(study, str):
         lock = stack.enter_context(_study_lock(study, database))
         if wait is not None:
@@ -146,7 +153,7 @@ def _study_lock(study: str, database: str) -> Lock:
 
 
 def _wait_for(take: Callable[[], Holder | Lease | None], what: str, wait: Wait) -> bool:
-    """Call ``take`` until no other search is the holder. Return whether another search had to end first."""
+    """Call ``take`` until it returns no other holder of ``what``; return whether another search had to end first."""
     has_waited = False
     while (holder := take()) is not None:
         if not has_waited:
@@ -167,10 +174,10 @@ def _study_taken_error(study: str, holder: str) -> AutotuneError:
 
 @contextlib.contextmanager
 def hold_lease(store: Store, study: str, *, wait: Wait | None) -> Iterator[bool]:
-    """Hold the lease of a study for the duration of the block; yield whether another search had to end first.
+    """Hold the lease of a study, a lock in the database, for the block; yield whether another search had to end first.
 
-    The store then refuses writes to records of studies once the lease is lost. Without ``wait``, a lease of another
-    process is a ``StorageError``.
+    Once the lease is lost, the store refuses to write the study. Without ``wait``, a lease of another process is a
+    ``StorageError``.
     """
     from autotune.store.leases import name_of_study, renewed
     from autotune.store.records import new_id

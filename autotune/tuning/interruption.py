@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 @dataclass
 class Interruption:
-    """Set from outside, by a signal handler for example, to end the search after the running trial."""
+    """Tells a search to end: after the running trial where ``asked``, which a signal handler sets, or at once."""
 
     asked: bool = False
     _is_held: bool = False
+    """Whether ending at once is delayed."""
     _is_owed: bool = False
+    """Whether it was asked for meanwhile."""
 
     def end_at_once(self) -> None:
-        """Raise ``KeyboardInterrupt``, within ``held`` at the end of its block."""
+        """Raise ``KeyboardInterrupt``: now or, in a block of ``held``, at the end of the block."""
         if not self._is_held:
             raise KeyboardInterrupt
         self._is_owed = True

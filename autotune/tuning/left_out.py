@@ -1,4 +1,4 @@
-"""Say why arms of a search had no trial."""
+"""Say why some arms of a search (configurations without batch) had no trial, for its report."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autotune.store.records import LeftOut
 def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
     """Return the arms without a trial by reason: no batch fits, or the expected gain is too small."""
     judge, tried = Judge(space, history), {space.plain(t.candidate.arm) for t in history.tried}
+    # The batches that the search came to, before smaller multiples.
     reach = judge.batches_in_reach()
     best = history.fastest(t.candidate for t in history.tried if space.contains(t.candidate))
     untried = [
@@ -28,19 +29,20 @@ def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
     if not untried or not reach or best is None:
         return ()
     chances, model = Chances(history), SpeedModel(history)
-    too_large, slower, most = [], [], 0.0
+    too_large, slower, largest_gain = [], [], 0.0
     for arm in untried:
         candidates = [space.candidate(arm, batch) for batch in reach]
         fitting = [c for c in candidates if judge.is_open(c) and chances.fits(c) > LEAST_CHANCE]
         if fitting:
             slower.append(arm)
-            most = max(most, float(np.exp(-model.expected(fitting, speed_of(best))[1].min())) / speed_of(best))
+            log_seconds = model.expected(fitting, speed_of(best))[1]
+            largest_gain = max(largest_gain, float(np.exp(-log_seconds.min())) / speed_of(best))
         else:
             too_large.append(arm)
     others, named = list(space.arms), []
     whys = (
         ("no batch of it fits", too_large),
-        (f"expected to be {most:.2f} × as fast as the best, or less: not worth a trial", slower),
+        (f"expected to be {largest_gain:.2f} × as fast as the best, or less: not worth a trial", slower),
     )
     for why, arms in whys:
         if arms:
@@ -69,11 +71,12 @@ _IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
 def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Arm]) -> tuple[str, ...]:
     """Return short names for some arms: ``Arm.describe`` of one, or words for a group: ``all fp16``.
 
-    Words for a group stand for all of ``others`` (which contain ``arms``) that have a setting in common. They say
-    ``other`` where more of ``every`` arm have this setting.
+    Words for a group stand for all of ``others`` (which contain ``arms``) that have a setting in common. They are ``all
+    other fp16`` where arms that are not among ``others`` have this setting, too; ``every`` has all arms.
     """
+    # The largest group is named first, until no group of two or more is left.
     left = list(arms)
-    # Names in the order of the first arm that each stands for.
+    # By the index among ``others`` of the first arm that a name stands for.
     names: dict[int, str] = {}
     while left:
         shared = {
@@ -82,12 +85,12 @@ def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Ar
             for words in dict.fromkeys(map(has, left))
             if words is not None
         }
-        whole = {words: of_it for words, of_it in shared.items() if len(of_it) > 1 and {*of_it} <= {*left}}
-        if not whole:
+        groups = {words: group for words, group in shared.items() if len(group) > 1 and {*group} <= {*left}}
+        if not groups:
             names.update((others.index(arm), arm.describe()) for arm in left)
             break
-        words, named = max(whole.items(), key=lambda item: len(item[1]))
-        more = any(has(arm) == words for has in _IN_COMMON for arm in every if arm not in others)
-        names[others.index(named[0])] = f"all other {words}" if more else f"all {words}"
+        words, named = max(groups.items(), key=lambda item: len(item[1]))
+        has_more = any(has(arm) == words for has in _IN_COMMON for arm in every if arm not in others)
+        names[others.index(named[0])] = f"all other {words}" if has_more else f"all {words}"
         left = [arm for arm in left if arm not in named]
-    return tuple(names[place] for place in sorted(names))
+    return tuple(names[index] for index in sorted(names))

@@ -283,7 +283,7 @@ class SearchRequest:
     def late_settings(self, layers: int | None) -> frozenset[str]:
         """Return the names of the levers that only the best candidates get, after the search's first answer.
 
-        ``layers`` is the number of layers that can use gradient checkpointing; ``None``: single layers cannot.
+        ``layers`` is the number of layers that can use gradient checkpointing, ``None`` where unknown.
         """
         late = {"cpu_affinity"} if self.pins == "auto" else set()
         if not self.goes_on:

@@ -65,10 +65,9 @@ def run_search(
 ) -> tuple[StudyRecord, Report]:
     """Run the search to its end; return the study and its report. ``warm`` may hold a started trial server.
 
-    Where another search has locked a device or the study, this waits for its end; without ``wait`` that is an error.
-
-    An existing database is opened first, so that a bad one is reported before a process is started. A missing one is
-    created last, when the request is known to be valid: an error leaves no new file behind.
+    Where another search has locked a device or the study, its end is waited for, which is told to ``wait``; without
+    ``wait`` that is an error. An existing database is opened first, so that a bad one is reported before a process is
+    started. A missing one is created last, when the request is known to be valid: an error leaves no new file behind.
     """
     location = resolve_location(storage)
     path = location.path
@@ -79,8 +78,8 @@ def run_search(
         else:
             store = _opened(stack, storage)
 
-        others: dict[str, str] = {}
-        """Why the studies of other names are not continued, in the order in which the names were tried."""
+        other_studies: dict[str, str] = {}
+        """Why a study is not continued, by the name that was tried for this search."""
 
         def is_taken(name: str) -> bool:
             """Return whether a study's name belongs to a running search or to a study with other settings."""
@@ -95,7 +94,7 @@ def run_search(
                 return False
             known = store.study(name)
             if known is not None and (why := what_differs(store, known, request)) is not None:
-                others[name] = why
+                other_studies[name] = why
                 return True
             return store.leases.holder(name_of_study(name)) is not None
 
@@ -105,8 +104,8 @@ def run_search(
         study, has_waited = stack.enter_context(
             take_turn(request.devices, name, database, wait=wait, note=observer.note, is_taken=is_taken)
         )
-        if others:
-            other, why = next(iter(others.items()))
+        if other_studies:
+            other, why = next(iter(other_studies.items()))
             observer.note(f"this is not the search of the study {other} ({why}), and is named {study}")
         request = dataclasses.replace(request, study=study)
         folder = log_folder(storage, study)
@@ -121,10 +120,9 @@ def run_search(
         stack.enter_context(_log_folder_made(folder))
         place = stack.enter_context(on_this_machine(request, folder, observer.note, warm))
         if store is None or request.fresh:
-            # No answers are stored, so the servers are needed; their imports take longer than those that follow here.
+            # No answers are stored, so that the servers are needed. This process imports while they do.
             for server in place.servers:
                 server.start(inspects=server is place.servers[0])
-            # Imported here while the trial servers import.
             importlib.import_module("autotune.store.opening")
             importlib.import_module("autotune.tuning.loop")
 
@@ -139,20 +137,23 @@ def run_search(
 
 @dataclass(frozen=True)
 class Place:
-    """The trial servers of a search on this machine, and what makes its executor."""
+    """The trial servers of a search on this machine, and a function that makes its executor."""
 
     servers: Sequence[TrialServer]
     make_executor: Callable[[int, Interruption], Executor]
-    """Makes the executor of trials from the bytes of a CUDA context and what interrupts a wait for memory."""
+    """Makes the executor of trials from the bytes of a CUDA context and the interruption that ends waits for memory."""
 
 
 @contextlib.contextmanager
 def on_this_machine(
     request: SearchRequest, folder: Path, note: Callable[[str], None], warm: WarmServer | None
 ) -> Iterator[Place]:
-    """Yield trial servers that are not started yet. Within the block, other searches on the machine see this one."""
+    """Yield the place of a search here: a trial server for each slot, not started yet, with logs in ``folder``.
+
+    Within the block, other searches on the machine see this one. ``warm`` may hold a started server.
+    """
     with contextlib.ExitStack() as stack:
-        # Each server has a log of its own. The first may take over the process that ``warm`` has.
+        # Each server has a log of its own. The first may take the process that ``warm`` holds.
         servers = []
         for number, placement in enumerate(request.slots):
             starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
@@ -214,7 +215,10 @@ def _prepare_and_search(
 
 
 def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) -> Inspection:
-    """Return the facts about machine and model from a process with torch. Own code runs up to its training."""
+    """Return the facts about machine and model from a process with torch, in which own code runs up to its training.
+
+    What the user should know of own code is noted to the observer.
+    """
     from autotune.tuning.forecast import arms_to_trace
     from autotune.tuning.own_code import note_on_engine, notes_on_lengths
 
@@ -243,7 +247,10 @@ def _inspect(request: SearchRequest, server: TrialServer, observer: Observer) ->
 
 
 def _search(prepared: Prepared, place: Place, store: Store, observer: Observer, folder: Path) -> StudyRecord:
-    """Run the search; return its study. Where it ends without a result, note the command that shows or resumes it."""
+    """Run the prepared search at a place; return its study.
+
+    Where it ends without a result, a note says which command shows or resumes it.
+    """
     from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
     from autotune.tuning.forecast import forecast_of
     from autotune.tuning.look import looker_of, rehearser_of
@@ -271,8 +278,10 @@ def _search(prepared: Prepared, place: Place, store: Store, observer: Observer, 
             return search.run()
     except (KeyboardInterrupt, DeviceError, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))
-        on = f"autotune resume {study} goes on with it"
-        next_step = on if isinstance(error, KeyboardInterrupt | DeviceError) else f"autotune show {study} lists them"
+        resume = f"autotune resume {study} goes on with it"
+        next_step = (
+            resume if isinstance(error, KeyboardInterrupt | DeviceError) else f"autotune show {study} lists them"
+        )
         observer.note(f"every trial is recorded in the study {study}; {next_step}")
         raise
 
@@ -291,7 +300,7 @@ def log_folder(storage: str, study: str) -> Path:
 
 
 def runs_file(storage: str, study: str) -> Path:
-    """Return the file that records trainings with a study's winner, one a line."""
+    """Return the path of the file that records trainings with a study's winner, one a line."""
     return log_folder(storage, study) / "runs.jsonl"
 
 
@@ -316,7 +325,7 @@ def study_names(request: SearchRequest) -> Iterator[str]:
 
 
 def free_names(model: str, effective_batch: int | None, objective: str) -> Iterator[str]:
-    """Yield short names: the model, the effective batch, a word for another objective, then numbers from 2 on."""
+    """Yield names endlessly: model, effective batch and an objective other than speed, then also numbers from 2 on."""
     model = model.rstrip("/").rsplit("/", 1)[-1]
     plain = "".join(c if c.isascii() and (c.isalnum() or c in "_.-") else "-" for c in model)
     stem = plain.strip(".- ")[:60] or "model"
@@ -341,7 +350,10 @@ def _check_can_be_made(path: Path, label: str) -> None:
 
 @contextlib.contextmanager
 def _log_folder_made(path: Path) -> Iterator[None]:
-    """Create the folder of a study's logs. Remove it after an error before any trial, and where it stays empty."""
+    """Create the folder of a study's logs; after the block, remove it if it is empty, or no trial ran before an error.
+
+    Raises ``StorageError`` where it cannot be created.
+    """
     try:
         made = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)

@@ -28,17 +28,18 @@ _HOST_BYTES = 16
 
 
 def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
-    """Return the arms with every possible strategy, strategies with little communication first.
+    """Return the arms (configurations without batch) with every strategy to search, those with few exchanges first.
 
-    Arms of a single rank have no strategy, or keep their optimizer state on the host where memory may require it.
+    A strategy is how ranks share the model, such as DDP. Arms of a single rank have none, or keep their optimizer state
+    on the host where memory may require it.
     """
     if request.ranks == 1:
         return _arms_of_one(arms, request, model)
     strategies = _strategies(request, model)
     accumulates = request.effective_batch is not None
     variants = [(strategy, False) for strategy in strategies]
-    # Variants that reduce gradients in every micro-step, which is no difference without accumulation. Of DeepSpeed's
-    # stages the first never does so, and the others always.
+    # FSDP may also reduce gradients in every micro-step, which is no difference without accumulation. DeepSpeed's first
+    # stage never does so, its other stages always.
     variants += [(strategy, True) for strategy in strategies if strategy in FSDP and accumulates]
     return tuple(
         shared(arm, strategy, request, model, syncs=syncs)
@@ -49,7 +50,7 @@ def arms_with_strategies(arms: Sequence[Arm], request: SearchRequest, model: Mod
 
 
 def _arms_of_one(arms: Sequence[Arm], request: SearchRequest, model: ModelFacts) -> tuple[Arm, ...]:
-    """Return the arms of a single rank, with or without the optimizer state on the host."""
+    """Return the arms of a single rank, and those with the optimizer state on the host (zero2-offload) where useful."""
     offloading = tuple(
         replace(arm, strategy="zero2-offload", cpu_affinity=False)
         for arm in arms
@@ -78,7 +79,7 @@ def _may_offload(request: SearchRequest, model: ModelFacts) -> bool:
 
 
 def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ...]:
-    """Return the strategies to search."""
+    """Return the strategies to search on several ranks: the requested ones, else all that model and GPUs can have."""
     asked = request.asked_strategies
     if asked is not None:
         return tuple(strategy for strategy in STRATEGIES if strategy in asked)
@@ -108,11 +109,11 @@ def _strategies(request: SearchRequest, model: ModelFacts) -> tuple[Strategy, ..
 
 
 def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFacts, *, syncs: bool = False) -> Arm:
-    """Return the arm with a strategy for several ranks.
+    """Return the arm with a strategy on all ranks of the request, and the settings that follow from the strategy.
 
     Where every parameter got a gradient in the inspection, DDP need not look for unused parameters; it still does where
-    that saves memory (``_is_copy_large``). Where no buffer changed, rank 0 has none to broadcast. Neither changes a
-    value. ``syncs`` has FSDP reduce gradients in each micro-step.
+    that saves memory (``_is_copy_large``). Where no buffer changed, rank 0 has none to broadcast. Neither setting
+    changes a result. ``syncs`` has FSDP reduce gradients in each micro-step.
     """
     arm = replace(arm, strategy=strategy, ranks=request.ranks)
     if strategy == "ddp":
@@ -136,8 +137,8 @@ def shared(arm: Arm, strategy: Strategy, request: SearchRequest, model: ModelFac
 def _is_copy_large(request: SearchRequest, model: ModelFacts) -> bool:
     """Return whether a second set of DDP's gradient buckets would take much of the memory.
 
-    DDP makes new buckets in the second step unless it looks for unused parameters. The search for them took no
-    measurable time in steps of 65 and 110 ms of BERT-large (two H200, torch 2.11, 22 November 2026).
+    DDP makes new buckets in the second step, beside the first ones, unless it looks for unused parameters. Looking took
+    no measurable time in steps of 65 and 110 ms of BERT-large (two H200, torch 2.11, 22 November 2026).
     """
     if request.device.kind != "cuda":
         return False
@@ -150,7 +151,7 @@ def training_state_bytes(request: SearchRequest, model: ModelFacts) -> int:
     moments = 2 if _FULL_ADAM.issuperset(request.optims) else 0
     trained, frozen = model.trainable_parameters, model.parameters - model.trainable_parameters
     element_bytes = BYTES_PER_ELEMENT[request.workload.dtype]
-    # Layers that are not quantized take more; this is a lower bound.
+    # Some layers are not quantized and take more: this is a lower bound.
     bits = int(request.workload.quantize[0]) if request.workload.quantize else element_bytes * 8
     return trained * (2 + moments) * element_bytes + frozen * bits // 8
 

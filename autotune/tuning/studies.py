@@ -43,7 +43,7 @@ from autotune.tuning.request import SearchRequest, differences, request_fields, 
 
 @dataclass(frozen=True)
 class Opened:
-    """A study to search in, with what is recorded of it."""
+    """A study to search in, new or continued, with its recorded trials."""
 
     study: StudyRecord
     prepared: Prepared
@@ -51,7 +51,7 @@ class Opened:
     trials: tuple[TrialRecord, ...] = ()
     """The trials recorded so far on this machine, in order."""
     elsewhere: tuple[TrialRecord, ...] = ()
-    """Those that were measured on another machine, which the study began on."""
+    """The trials that were recorded on another machine, where the study began."""
     notes: tuple[str, ...] = ()
     """Notes for the user."""
 
@@ -79,9 +79,10 @@ def open_study(prepared: Prepared, store: Store) -> Opened:
 
 
 def _continue(known: StudyRecord, prepared: Prepared, store: Store) -> Opened:
-    """Return a recorded study to continue. Raises ``InvalidRequestError`` where the search has other settings."""
+    """Return the recorded study to continue. Raises ``InvalidRequestError`` where the search differs from it."""
     recorded_environment = store.environment(known.environment_id)
     _refuse_changes(known, changes_since(prepared, known.request, store.workload_of(known), recorded_environment))
+    # Trials that are recorded as running were lost with their process.
     store.lose_running_trials(known.id)
     notes = []
     if not is_same_machine(recorded_environment, prepared.environment):
@@ -123,7 +124,7 @@ def check_source(store: Store, name: str, request: SearchRequest) -> None:
 
 
 def _refuse_changes(known: StudyRecord, changed: Sequence[str]) -> None:
-    """Raise ``InvalidRequestError`` where there are differences from a recorded study."""
+    """Raise ``InvalidRequestError`` that names the differences from a recorded study, where there are any."""
     if changed:
         raise InvalidRequestError(
             f"the study {known.name!r} was made with other settings ({'; '.join(changed)})",
@@ -148,11 +149,11 @@ def recorded_request(
     *,
     parallel: bool = False,
 ) -> SearchRequest:
-    """Return the request that continues a study, on its recorded device or on ``device``.
+    """Return the request that continues a study on its recorded device or on ``device``.
 
-    ``limits`` are options of a budget, of which ``None`` stays as it was recorded. ``devices`` are used instead where
-    given, one for each rank: those that the user names, or of a cluster's node. With ``parallel`` a trial of one rank
-    runs on each of them.
+    ``limits`` are new values for options of the budget; ``None`` keeps a recorded value. ``devices``, which the user or
+    a cluster's node names, replace the recorded ones: one for each rank or, with ``parallel``, each with trials of one
+    rank.
 
     Raises ``UnknownStudyError``; ``DeviceError`` where this machine has no such device; ``StorageError`` for a
     malformed record; ``InvalidRequestError`` where the user's code or dataset is gone or has changed; and the errors of
@@ -201,7 +202,7 @@ def _check_as_many_as_ranks(environment: Document, study: str, devices: Sequence
 
 
 def _check_has_its_secrets(source: TrainingSource, study: str) -> None:
-    """Raise ``InvalidRequestError`` where the record has masked values of the script's options."""
+    """Raise ``InvalidRequestError`` where values of the script's options were masked as secrets in the record."""
     masked = masked_options(source.argv)
     if masked:
         raise InvalidRequestError(
@@ -235,7 +236,7 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
         **prepared.request.document(),
         **comparable_environment(prepared.environment, environment),
     }
-    # Measurements do not depend on the values of weights, and workloads that differ only in those share one record.
+    # Measurements do not depend on the values of weights: workloads that differ only in these share one record.
     asked["weights"] = workload["weights"]
     asked["data"] = _ignore_unknown_commit(asked["data"], workload.get("data"))
     workload = {**workload, "source": _without_inspection(workload.get("source"))}
@@ -258,7 +259,10 @@ def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> st
 
 
 def _other_place(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Return in words how the machine of a request differs from that of a study, as far as this process knows."""
+    """Return in words how the machine of a request differs from that of a study; ``None`` where no difference is known.
+
+    Facts that only a process with torch tells are not compared.
+    """
     environment = store.environment(known.environment_id)
     software = Software("", {name: version_of(name) for name in environment.get("packages", {})}, ())
     today = describe_environment(request.placement, request.workload, [], software, 0)
@@ -273,7 +277,7 @@ def _other_place(store: Store, known: StudyRecord, request: SearchRequest) -> st
 
 
 def _other_memory(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Return in words how memory limits of a study and a request differ, where this changes the answer."""
+    """Return in words how the memory of a study and a request differ; ``None`` where this changes no answer."""
     then = decode(known.ceiling, Ceiling)
     now = Ceiling(request.memory_limit_bytes, request.least_free_bytes, then.context_bytes, request.headroom)
     if abs(now.cap_bytes - then.cap_bytes) <= _SAME_MEMORY * then.cap_bytes:
@@ -294,7 +298,7 @@ def _as_recorded(document: Document) -> Document:
 
 
 def _revision_change(recorded: Document, asked: Document, prepared: Prepared) -> list[str]:
-    """Remove the measurement revision from both documents; return the difference in words."""
+    """Remove the measurement revision (see ``prepare.py``) from both documents; return in words how it differs."""
     then, today = recorded.pop("measurement_revision", 1), prepared.environment["measurement_revision"]
     asked.pop("measurement_revision", None)
     if then == today:
@@ -308,7 +312,7 @@ def _without_inspection(source: Document | None) -> Document | None:
 
 
 def _ignore_unknown_commit(data: Document | None, recorded: Document | None) -> Document | None:
-    """Return the data with the recorded content where a commit is unknown, so that this counts as no difference."""
+    """Return a dataset's record with the study's content where a hub's commit is unknown: both then compare equal."""
     if not data or not recorded or data["kind"] != "hub" or data["source"] != recorded["source"]:
         return data
     is_known = commit_of(data["content"]) and commit_of(recorded["content"])
@@ -320,7 +324,7 @@ _CONTENT = frozenset({"digest", "content", "facts", "tokenizer_content"})
 
 
 def _changes_in_words(recorded: Document, asked: Document) -> list[str]:
-    """Return the differences in words; of the user's data and code the names and options, not the content."""
+    """Return the differences between two documents in words; of the user's data and code without the content."""
     named = []
     for name, key in (("data", "source"), ("source", "file")):
         before, now = recorded.get(name), asked.get(name)
@@ -328,9 +332,9 @@ def _changes_in_words(recorded: Document, asked: Document) -> list[str]:
         if before == now or (before and now and {**before, "tokenizer": None} == {**now, "tokenizer": None}):
             continue
         if before and now and before[key] == now[key]:
-            used = [{k: v for k, v in document.items() if k not in _CONTENT} for document in (before, now)]
-            how = [f"{name}.{difference}" for difference in differences(*used)]
-            named += how or [f"{now[key]} has changed since"]
+            uses = [{k: v for k, v in document.items() if k not in _CONTENT} for document in (before, now)]
+            changed = [f"{name}.{difference}" for difference in differences(*uses)]
+            named += changed or [f"{now[key]} has changed since"]
         else:
             named.append(f"{name}: {before[key] if before else 'none'}, now {now[key] if now else 'none'}")
     # The labels in a model's config come from the dataset.
