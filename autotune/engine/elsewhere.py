@@ -38,8 +38,7 @@ from autotune.tuning.run import keep_trial_log, study_names
 if TYPE_CHECKING:
     from autotune.tuning.request import SearchRequest
 
-# A search gives up after so many lost nodes. A choice.
-_MOST_LOSSES = 3
+_MOST_LOSSES = 3  # A search gives up after so many lost nodes. A choice.
 _LISTEN_SECONDS = 1.0
 
 Show = Callable[[Message], None]
@@ -179,10 +178,7 @@ def _record_to_the_end(
     show: Show,
     asked: Asked,
 ) -> None:
-    """Run and record the search until it ends, starting it again a few times where its node (``place``) is lost.
-
-    Raises the error with which the search failed, and ``TrialServerError`` after ``_MOST_LOSSES``.
-    """
+    """Run and record the search to its end, starting it again a few times where its node is lost; raise its error."""
     losses = 0
     while True:
         end = _record(_find_or_start(engine, work, store, place), store, storage, work.study, show)

@@ -41,12 +41,10 @@ class LocalRun:
 
     def __init__(self, work_id: str, cancel: Callable[[], object]) -> None:
         """Wait for messages of the work with this id, which calling ``cancel`` ends."""
-        self.work_id = work_id
-        self._cancel = cancel
+        self.work_id, self._cancel = work_id, cancel
         self._changed = threading.Condition()
         self._messages: deque[Message] = deque()
-        self._last_number = 0
-        self.is_over = False
+        self._last_number, self.is_over = 0, False
 
     def add(self, kind: str, document: Document) -> None:
         """Add a message of the process. Messages after an end are dropped."""

@@ -99,10 +99,7 @@ class SearchActor:
         self._run = self._child.begin(decode(work, Work))
 
     def messages(self, after: int, wait_seconds: float) -> list[Document]:
-        """Return the search's messages with numbers above ``after``, waiting for one at most ``wait_seconds``.
-
-        Messages up to ``after`` are dropped: the client has them.
-        """
+        """Return the search's messages with numbers above ``after``, and drop those that the client has: up to it."""
         self._asked_at = time.monotonic()
         if self._run is None:
             return []
@@ -145,8 +142,7 @@ def _variable_of_raylet(name: str) -> str | None:
 _REFRESH_SECONDS = 5.0
 _FACTS_SECONDS = 60.0
 _AWAY_SECONDS = 2.0
-# A refused node is asked again after this: why its process failed may have passed.
-_REFUSED_SECONDS = 60.0
+_REFUSED_SECONDS = 60.0  # A refused node is asked again after this: why its process failed may have passed.
 
 log = logging.getLogger("autotune.engine")
 
@@ -156,9 +152,7 @@ class RayRun:
 
     def __init__(self, cluster: RayCluster, work_id: str, actor: Any, patience_seconds: float) -> None:
         """Take the search of an actor that is named ``work_id`` and waits ``patience_seconds`` for a call."""
-        self._cluster = cluster
-        self._work_id = work_id
-        self._actor = actor
+        self._cluster, self._work_id, self._actor = cluster, work_id, actor
         self._patience_seconds = patience_seconds
         self._ticket: Any = None
         """Ray's reference to the messages that the actor was asked for; ``None`` where none are outstanding."""
@@ -270,10 +264,7 @@ class RayEngine:
         self._hosts = tuple(hosts)
 
     def _facts_of(self, node: ClusterNode) -> NodeFacts | None:
-        """Return the facts of a node, asking it where they are unknown; ``None`` where it is refused or silent.
-
-        Refused is a node that cannot run autotune, or has another version of it.
-        """
+        """Return the facts of a node; ``None`` where it is silent, cannot run autotune, or runs another version."""
         if node.id in self._facts:
             return self._facts[node.id]
         if node.id in self._refused and time.monotonic() - self._refused[node.id][1] < _REFUSED_SECONDS:

@@ -106,7 +106,6 @@ class RayCluster:
         """Take the address ``ray://HOST:PORT`` or ``ray://auto``; ``connect`` uses it."""
         self.address = check_address(address)
         self.ray: Any = None
-        """The imported package."""
         self._is_ours = False
         """Whether the connection was made here, not by the program that uses autotune."""
         self._guard = threading.Lock()
@@ -177,8 +176,7 @@ class RayCluster:
     def _probe(self, grpc: Any, target: str, token: Token | None) -> bool:
         """Check that the cluster requires a token and accepts ours; return whether the address is the control server.
 
-        Raises ``ServiceError`` otherwise. Asks by gRPC, since Ray itself would try for 10 to 20 seconds before it
-        reports a refusal.
+        Raises ``ServiceError`` otherwise. Ray itself would try for 10 to 20 seconds before it reports a refusal.
         """
 
         def status(question: str, metadata: tuple[tuple[str, str], ...] = ()) -> str:
@@ -241,10 +239,7 @@ class RayCluster:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Translate Ray's errors in the block.
-
-        ``NodeLostError``: an actor is gone. ``AutotuneError``: its code failed. ``ServiceError``: no answer comes.
-        """
+        """Translate Ray's errors: ``NodeLostError`` where an actor is gone, ``ServiceError`` where no answer comes."""
         ray = self.ray
         try:
             yield
@@ -281,10 +276,7 @@ class RayCluster:
     def start(
         self, kind: type, arguments: tuple[Any, ...], node: str, *, gpus: int, cpus: int, name: str | None
     ) -> Any:
-        """Start an actor of the class ``kind`` on a node without waiting, and return its handle.
-
-        An actor with a ``name`` outlives this process.
-        """
+        """Start an actor of the class ``kind`` on a node without waiting; one with a ``name`` outlives this process."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options: dict[str, Any] = {

@@ -63,12 +63,8 @@ class WatchedExecutor:
         presence: Presence | None = None,
     ) -> None:
         """Watch trials that take ``context_bytes`` of CUDA context beside their cap; don't wait once ``is_ending``."""
-        self._executor = executor
-        self.slots = executor.slots
-        self._context_bytes = context_bytes
-        self._note = note
-        self._is_ending = is_ending
-        self._presence = presence
+        self._executor, self.slots, self._presence = executor, executor.slots, presence
+        self._context_bytes, self._note, self._is_ending = context_bytes, note, is_ending
         self._patience_seconds = _NEIGHBOUR_SECONDS
         self._clocks = _Clocks(note)
         self._watches: dict[str, list[_Watch]] = {}
@@ -190,10 +186,7 @@ def _above_noise(shares: dict[int, int], drawing: frozenset[int]) -> dict[int, i
 
 
 def _with_lost_device(outcome: Failed, gpu: Device, before: Condition, after: Condition) -> Failed:
-    """Return a failed trial's outcome, with the reason ``device_lost`` where the GPU is lost or its memory has errors.
-
-    NVML's uncorrectable errors count where they came between the conditions ``before`` and ``after`` the trial.
-    """
+    """Return a failed trial's outcome, with the reason ``device_lost`` where the GPU is lost or got memory errors."""
     errors = (after.uncorrected_errors or 0) - (before.uncorrected_errors or 0)
     if after.is_lost:
         why = f"NVML says that {gpu.label} is lost"
@@ -210,10 +203,7 @@ class _Watch:
     def __init__(
         self, gpu: Device, before: Condition, needed_bytes: int, own_pids: Callable[[], frozenset[int]]
     ) -> None:
-        self._gpu = gpu
-        self._before = before
-        self._needed_bytes = needed_bytes
-        self._own_pids = own_pids
+        self._gpu, self._before, self._needed_bytes, self._own_pids = gpu, before, needed_bytes, own_pids
         self._started_at = time.time()
         self._ended = threading.Event()
         self._conditions: list[Condition] = []
@@ -274,7 +264,6 @@ class _Watch:
     def _missing(self, after: Condition) -> list[str]:
         """Return a line for the user where other processes held memory that the trial may reserve; else an empty list.
 
-        That is seen before and after the trial.
 
         Waits up to ``_RETURN_SECONDS`` until the driver has taken back the trial's own memory.
         """

@@ -43,7 +43,6 @@ LEAVE_SECONDS = 10.0
 # Packages that a server has loaded: after an upgrade it would mix two versions of them.
 _LOADED = ("torch", "transformers", "accelerate", "datasets", "peft")
 
-
 Imports = tuple[object, ...]
 """What a server has imported, from which versions and in which environment; an equal one can serve another search."""
 

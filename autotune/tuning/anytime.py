@@ -243,10 +243,7 @@ class Anytime:
                 yield from (keeps, *self._neighbours(keeps, larger=False))
 
     def _with_lever(self, candidate: Candidate, row: Lever, failed: frozenset[str]) -> Candidate:
-        """Return a candidate with the lever of a table's row, and with ``unpadded`` and ``non_blocking`` where useful.
-
-        Both go along with other levers, unless they ``failed`` here or are not searched.
-        """
+        """Return a candidate with a lever, and with ``unpadded`` and ``non_blocking`` unless they ``failed`` here."""
         arm, usable = candidate.arm, self._levers - failed
         if PRIORS[row.name].is_unmasked:
             # Tracing a step makes the attention mask explicit, which slows attention: without padding it is dropped.
@@ -285,8 +282,7 @@ class Anytime:
     def _neighbours(self, candidate: Candidate, *, larger: bool, any_level: bool = False) -> list[Candidate]:
         """Return a candidate's arm at the larger or the smaller batches of the space, the nearest first.
 
-        A search takes batches that are multiples of a large number before others. Batches of a smaller such number than
-        the candidate's are left out, unless ``any_level``.
+        Without ``any_level``, only at multiples of the same power of two or a larger one.
         """
         batches, batch = self._space.batches, candidate.per_device_train_batch_size
         levels = [level for level in batches.levels() if any_level or level >= batches.level(batch)]

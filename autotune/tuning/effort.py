@@ -56,10 +56,7 @@ _FINAL_STEPS = 20
 def effort_of(
     request: SearchRequest, candidate: Candidate, stage: Stage, best: Tried | None, history: History
 ) -> Effort:
-    """Return how many steps and seconds a trial of a candidate measures in this stage of the search.
-
-    In the stage ``search``, a trial ends early where the candidate is far slower than ``best``, the best trial so far.
-    """
+    """Return how long a candidate's trial measures; a search trial ends early where it is far slower than ``best``."""
     effort = patience(request.effort, candidate.arm)
     if stage == "final" or candidate.arm.torch_compile:
         # A candidate that compiles is measured as in a final trial at once: a second trial would compile again.

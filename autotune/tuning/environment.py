@@ -28,22 +28,14 @@ _NOT_IN_KIND = frozenset({"training_arguments_fields", "device_uuid", "device_uu
 # Variables that change how fast torch trains or how much memory it takes. Sources: the notes on CUDA and the page
 # "CUDA Environment Variables" of PyTorch's documentation, and the CUDA programming guide.
 _VARIABLES = {
-    "CUBLAS_WORKSPACE_CONFIG",
-    "CUBLASLT_WORKSPACE_SIZE",
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_MODULE_LOADING",
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING",
+    "CUDA_MODULE_LOADING", "NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
     # The memory allocator of the C library, and its settings.
-    "GLIBC_TUNABLES",
-    "LD_PRELOAD",
-    "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "GLIBC_TUNABLES", "LD_PRELOAD",
     # Whether transformers replaces layers with kernels of the package ``kernels``.
     "USE_HUB_KERNELS",
-}
+}  # fmt: skip
 _VARIABLE_PREFIXES = ("DNNL_", "GOMP_", "KMP_", "MALLOC_", "MKL_", "OMP_", "ONEDNN_", "TORCHINDUCTOR_")
 # Where compiled code is cached; a trial that compiles starts with its own empty folder.
 _NOT_MEASURED = frozenset({"TORCHINDUCTOR_CACHE_DIR"})

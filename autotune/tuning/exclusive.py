@@ -97,10 +97,7 @@ def _hold_devices(
     note: Note,
     hint: str = _BUSY_HINT,
 ) -> bool:
-    """Lock all devices until the ``stack`` is left; return whether another search had to end first.
-
-    The locks name the ``study``. A locked GPU is a ``DeviceError`` with this ``hint``, unless ``wait`` is given.
-    """
+    """Lock all devices until the ``stack`` is left, see ``take_turn``; return if another search had to end first."""
     has_waited = False
     # Locks are taken in one order everywhere, after the lock of the study, so that no two searches wait for each other.
     # Ranks may share the CPU.
@@ -125,10 +122,7 @@ def _hold_study(
     *,
     wait: Wait | None,
 ) -> tuple[str, bool]:
-    """Lock a study by name, or the first free name, until the ``stack`` is left.
-
-    Return the name, and whether another search had to end first. See ``take_turn``.
-    """
+    """Lock a study until the ``stack`` is left, see ``take_turn``; return its name, and if another had to end first."""
     if isinstance(study, str):
         lock = stack.enter_context(_study_lock(study, database))
         if wait is not None:

@@ -119,8 +119,7 @@ class Forecast:
         ``asks_ahead``: while a caller waits for one arm, the next questions are answered too.
         """
         self.models = [MemoryModel(target.ceiling, target.layers) for target in targets]
-        self._submitter = submitter
-        self._kept = kept
+        self._submitter, self._kept = submitter, kept
         self._waiting: list[_Inquiry] = []
         for inquiry in _inquiries(targets, self.models):
             known = kept.find(inquiry.identity) if kept is not None else None
@@ -130,9 +129,7 @@ class Forecast:
                 inquiry.file(known)
         self._asked: dict[str, _Inquiry] = {}
         self._parallel = max(1, parallel)
-        self._patience_seconds = patience_seconds
-        self._asks_ahead = asks_ahead
-        self._last_number = 0
+        self._patience_seconds, self._asks_ahead, self._last_number = patience_seconds, asks_ahead, 0
         self._to_store: list[tuple[PredictionWork, PredictionAnswer]] = []
         self.unanswered: list[Question] = []
         """Questions whose process failed. The search goes on without these predictions."""

@@ -68,10 +68,7 @@ def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], 
 
 
 def simplified_for_look(arm: Arm, *, as_measured: bool) -> Arm:
-    """Return an arm (the settings without batch) on one device and, unless ``as_measured``, in float32, uncompiled.
-
-    In float32, rounding hardly hides a difference between two trainings.
-    """
+    """Return an arm (the settings without batch) for one device and, unless ``as_measured``, in exact float32."""
     if as_measured:
         return without(arm, _BESIDE)
     plain = changed(without(arm, _BESIDE), precision="fp32", torch_compile=False)
@@ -194,10 +191,7 @@ class Looker:
     def _curing_lever(
         self, asked_step: FirstStep, asked: Candidate, winner: Candidate, levers: Sequence[str]
     ) -> str | None:
-        """Return the first lever without which the winner's training is the requested one; ``None`` where none is.
-
-        ``asked_step`` is the first step of ``asked``. For levers that change the training only together.
-        """
+        """Return the first lever without which the winner's step is the requested one; ``None`` where none is."""
         for name in levers:
             without_lever = changed(winner.arm, **{name: getattr(asked.arm, name)})
             try:
@@ -240,10 +234,7 @@ class Looker:
 
 
 def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout_seconds: float) -> Looker:
-    """Return what compares a search's winners with the request, by jobs of a trial server with cached ``answers``.
-
-    ``timeout_seconds`` ends a job, unless the request has a trial timeout.
-    """
+    """Return what compares a search's winners with the request, by jobs of a trial server with cached ``answers``."""
     request, source = prepared.request, prepared.request.workload.source
 
     def ask(work: LookWork) -> LookAnswer | str:
@@ -312,10 +303,7 @@ _SMALLER_BY = 4
 
 
 def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float) -> Rehearse:
-    """Return the function that rehearses a long run with the winner (evaluation, checkpoint …) in a trial process.
-
-    ``timeout_seconds`` ends it, unless the request has a trial timeout.
-    """
+    """Return the function that rehearses a long run with the winner (evaluation, checkpoint …) in a trial process."""
     request, source = prepared.request, prepared.request.workload.source
 
     def rehearse(candidate: Candidate, searched_seconds: float) -> Rehearsal | None:
@@ -368,7 +356,6 @@ def with_smaller_evaluation(found: Rehearsal, again: Callable[[int], Rehearsal])
         evaluation = smaller.evaluation
         if evaluation is not None and evaluation.fits:
             settings = {**evaluation.settings, "per_device_eval_batch_size": batch}
-            # What was asked for and did not fit, and beside it what fits.
-            both = dataclasses.replace(asked, settings=settings, with_settings=evaluation.whole)
-            return dataclasses.replace(smaller, evaluation=both)
+            with_both = dataclasses.replace(asked, settings=settings, with_settings=evaluation.whole)
+            return dataclasses.replace(smaller, evaluation=with_both)
     return found

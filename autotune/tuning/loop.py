@@ -129,13 +129,9 @@ class Search:
         self._looker, self._rehearse = looker, rehearse
         self._died: list[tuple[list[Tried], Rehearsal]] = []
         """For each winner whose rehearsal ran out of memory: the trials that this ruled out, and the rehearsal."""
-        self._request = prepared.request
-        self._executor = executor
-        self._store = store
-        self._observer = observer
-        self._log_folder = log_folder
+        self._request, self._executor, self._store = prepared.request, executor, store
+        self._observer, self._log_folder, self._forecast = observer, log_folder, forecast
         self._interruption = interruption or Interruption()
-        self._forecast = forecast
         memory = forecast.model if forecast else None
         chip = chip_of_device(prepared.request.device.name)
         steps = None
@@ -158,8 +154,7 @@ class Search:
         """The candidate that is measured again to see whether the machine is as fast as in earlier searches."""
         self._multiple = prepared.space.batches.levels()[0]
         """The number of which the batches tried now are multiples; smaller ones follow where nothing fits."""
-        self._clock = clock
-        self._started_at = clock()
+        self._clock, self._started_at = clock, clock()
         self._running: dict[str, _Running] = {}
 
     def run(self) -> StudyRecord:
@@ -278,10 +273,7 @@ class Search:
             self._handle_next_report()
 
     def _check_same_training(self) -> bool:
-        """Compare the winner's training with the requested one, and rule out levers that change it.
-
-        Return whether there are such levers, so that the search goes on without them.
-        """
+        """Compare the winner's training with the requested one; return whether levers that change it were ruled out."""
         best = self._plan.best()
         if self._looker is None or best is None or self._interruption.asked:
             return False

@@ -173,10 +173,7 @@ def _head_lines(prepared: Prepared, study: StudyRecord) -> list[str]:
 
 
 def _verdict(trial: TrialRecord, history: History, prepared: Prepared, best: Tried | None) -> str:
-    """Return the last cell of a trial's line: its speed relative to the baseline, or why it does not count.
-
-    A speed is ``derived`` where it was computed from a trial of another accumulation.
-    """
+    """Return the last cell of a trial's line: its speed relative to the baseline, or why it does not count."""
     from autotune.results.wording import times, why_not_feasible
 
     outcome = trial.outcome

@@ -103,10 +103,7 @@ def _check_samples(request: SearchRequest, samples: int | None) -> None:
 
 
 def _adopt_own_settings(request: SearchRequest, model: ModelFacts) -> SearchRequest:
-    """Return the request with the settings of the user's own code, where the user requested no other ones.
-
-    Raises ``InvalidRequestError`` where a requested one cannot be.
-    """
+    """Return the request with the settings of the user's own code, where the user requested no other ones."""
     effective_batch = _effective_batch(request, model)
     optim = model.own.arm.optim if model.own is not None else OWN_OPTIM
     source = request.workload.source
@@ -137,7 +134,6 @@ def _effective_batch(request: SearchRequest, model: ModelFacts) -> int | None:
     """
     asked, own, source = request.effective_batch, model.own_candidate, request.workload.source
     assert source is not None
-    # What the code does not let a trial change.
     fixed = model.interface.fixed
     total = fixed.effective_batch
     if total is not None and asked not in (None, total):
@@ -198,10 +194,7 @@ def _without_ignored_settings(request: SearchRequest, model: ModelFacts) -> Sear
 
 
 def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...]) -> SearchRequest:
-    """Return the request with the precisions for which a placeholder in the script's command has the script's word.
-
-    Raises ``InvalidRequestError`` for a requested precision without a word.
-    """
+    """Return the request with the precisions for which a placeholder in the script's command says the script's word."""
     precisions = request.precisions or named
     if unnamed := [name for name in precisions if name not in named]:
         raise InvalidRequestError(
@@ -213,10 +206,7 @@ def _with_named_precisions(request: SearchRequest, named: tuple[Precision, ...])
 
 
 def checkpointing_of(request: SearchRequest, model: ModelFacts) -> CheckpointingChoice:
-    """Return the requested choice of gradient checkpointing; ``on`` where the user's own code always turns it on.
-
-    Raises ``InvalidRequestError`` where it was to be off.
-    """
+    """Return the requested choice of gradient checkpointing; ``on`` where the user's own code always turns it on."""
     source = request.workload.source
     if source is None or not model.always_checkpoints:
         return request.gradient_checkpointing

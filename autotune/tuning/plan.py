@@ -37,7 +37,6 @@ DRAW: Final = "draw"
 _MOST_REFUSALS = 64
 _NOTHING_NEW = Stop(StopReason.NOTHING_NEW, f"the sampler proposed nothing new {_MOST_REFUSALS} times in a row")
 
-
 T = TypeVar("T")
 
 
@@ -64,10 +63,7 @@ class Plan:
         clock: Callable[[], float] = time.monotonic,
         spent_seconds: float = 0.0,
     ) -> None:
-        """Take the ``policy`` that proposes candidates (``None``: Optuna's sampler draws them).
-
-        ``spent_seconds`` is what earlier runs of a continued search took.
-        """
+        """Take the ``policy`` (``None``: Optuna's sampler draws candidates) and the seconds that earlier runs took."""
         self._prepared, self._request, self._space = prepared, prepared.request, prepared.space
         self.history = history
         self._policy = policy
@@ -82,9 +78,7 @@ class Plan:
         self.pending: dict[str, TrialRecord] = {}
         """Trials under way, by id."""
         self._again = Repeats()
-        self._clock = clock
-        self._spent_seconds = spent_seconds
-        self._started_at = clock()
+        self._clock, self._spent_seconds, self._started_at = clock, spent_seconds, clock()
         self._known: object = None
         """Number of trials, version of the memory model and running trials, from which ``_proposed`` follows."""
         self._proposed: dict[str, Any] = {}
@@ -166,10 +160,7 @@ class Plan:
             self.take(trial)
 
     def told_of_lever(self, trial: TrialRecord) -> str | None:
-        """Return, as a note, what a lever gained in an ended trial.
-
-        ``None`` where the trial was for no lever, or is to be repeated.
-        """
+        """Return in words what a lever gained in an ended trial; ``None`` without a lever, or before a repetition."""
         idea = self._idea
         if idea is None or idea.candidate != trial.candidate or self._again.owed:
             return None

@@ -50,10 +50,7 @@ class Policy:
         return [self._space]
 
     def _next_at(self, multiple: int, space: Space, history: History, judge: Judge) -> Candidate | None:
-        """Return the next candidate whose batch is a multiple of a number: the first that is untried and may fit.
-
-        Subclasses choose another. ``None`` where none is left at this multiple.
-        """
+        """Return the next candidate whose batch is such a multiple: the first that is untried and may fit, if any."""
         return next(filter(judge.is_open, judge.candidates_at(multiple)), None)
 
 
@@ -158,10 +155,7 @@ class Acquisition(Policy):
         return among[index] if values[index] > 0 else None
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
-        """Return each arm at each batch of a multiple; without an effective batch, also at its largest that fit.
-
-        These are the largest batch that likely fits and the largest that surely does.
-        """
+        """Return each arm at each batch of a multiple; without an effective batch, also at the largest that fit."""
         batches, chances = set(space.batches.at_level(multiple)), Chances(history)
         is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
         every = range(multiple, space.batches.most + 1, multiple)
@@ -175,10 +169,7 @@ class Acquisition(Policy):
 
 
 def _largest_that_fit(space: Space, arm: Arm, batches: Sequence[int], chances: Chances) -> set[int]:
-    """Return the largest of ascending batches that likely fits an arm, and the largest that surely does.
-
-    Either is left out where all batches do, or none.
-    """
+    """Return the largest of ascending batches that likely fits an arm, and the largest that surely does, if any."""
     # ``bisect`` wants keys that ascend, as negated probabilities do.
     counts = [
         bisect_right(batches, -chance, key=lambda batch: -chances.fits(space.candidate(arm, batch)))

@@ -260,10 +260,7 @@ def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredi
 
 
 def _arm_prediction(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> ArmPrediction:
-    """Return the predictions for one arm (a configuration without batch) at every batch.
-
-    ``speeds`` predicts step times; ``None`` for a GPU whose rates are unknown.
-    """
+    """Return the predictions for one arm (a configuration without batch) at every batch; without speeds, of memory."""
     space, workload = prepared.space, prepared.request.workload
     largest = model.largest_batch(arm)
     operations = model.operations(arm)

@@ -143,16 +143,9 @@ def prepare(request: SearchRequest, facts: Inspection) -> Prepared:
     training = Training.of(request.workload, request.device.kind, request.ranks)
     space = Space(arms, batches, baseline, late=late, shapes_vary=training.shapes_vary,
                   multiples=length_multiples(request, model, batches))  # fmt: skip
-    return Prepared(
-        request,
-        space,
-        baseline,
-        ceiling,
-        describe_environment(request.placement, request.workload, arms, facts.software, _measurement_revision(request)),
-        model,
-        facts.chip,
-        facts.calibration,
-    )
+    revision = _measurement_revision(request)
+    environment = describe_environment(request.placement, request.workload, arms, facts.software, revision)
+    return Prepared(request, space, baseline, ceiling, environment, model, facts.chip, facts.calibration)
 
 
 # Share of a GPU's rated arithmetic in bf16 at which padding is computed. bert-base took 3.6 us a token and Qwen2.5-0.5B

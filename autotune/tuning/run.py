@@ -264,18 +264,10 @@ def _search(prepared: Prepared, place: Place, store: Store, observer: Observer, 
             executor = place.make_executor(prepared.ceiling.context_bytes, interruption)
             looker = looker_of(prepared, place.servers[0], store.answers, _OWN_CODE_SECONDS)
             rehearse = rehearser_of(prepared, place.servers[0], _OWN_CODE_SECONDS)
-            search = Search(
-                prepared,
-                executor,
-                store,
-                observer,
-                folder,
-                interruption,
-                forecast=forecast,
-                looker=looker,
-                rehearse=rehearse,
-            )
-            return search.run()
+            return Search(
+                prepared, executor, store, observer, folder, interruption,
+                forecast=forecast, looker=looker, rehearse=rehearse,
+            ).run()  # fmt: skip
     except (KeyboardInterrupt, DeviceError, NothingFitsError, NoResultError) as error:
         study = shlex.quote(str(prepared.request.study))
         resume = f"autotune resume {study} goes on with it"
