@@ -57,7 +57,7 @@ class LocalRun:
             self._changed.notify_all()
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
-        """See ``Run.messages``."""
+        """Return the messages after number ``after``, waiting for one at most ``wait_seconds``; see ``Run.messages``."""
         with self._changed:
             while self._messages and self._messages[0].number <= after:
                 self._messages.popleft()
@@ -71,11 +71,11 @@ class LocalRun:
             return self._changed.wait_for(lambda: self.is_over, seconds)
 
     def cancel(self) -> None:
-        """See ``Run.cancel``."""
+        """Cancel the search, whose end is a message; see ``Run.cancel``."""
         self._cancel()
 
     def close(self) -> None:
-        """See ``Run.close``."""
+        """End the search if it still runs; see ``Run.close``."""
         if not self.is_over:
             self._cancel()
 
@@ -220,7 +220,7 @@ class LocalEngine:
         timer.start()
 
     def hosts(self) -> Sequence[Host]:
-        """See ``Engine.hosts``."""
+        """Return this machine, with the devices whose process runs; see ``Engine.hosts``."""
         return [Host(self._name, tuple(device for device in self._devices if self._is_running(device)))]
 
     def _is_running(self, device: Device) -> bool:
@@ -228,12 +228,12 @@ class LocalEngine:
         return child is not None and child.is_alive
 
     def problems(self) -> Sequence[str]:
-        """See ``Engine.problems``."""
+        """Return a line for each device whose process has ended; see ``Engine.problems``."""
         down = [device.label for device in self._devices if not self._is_running(device)]
         return [f"the process for searches on {label} has ended and is started again" for label in down]
 
     def start(self, work: Work, host: Host) -> Run:
-        """See ``Engine.start``; a search on several devices runs in the process of the first."""
+        """Start a work in the process of its first device; see ``Engine.start``."""
         child = self._children.get(work.devices[0])
         if child is None:
             raise DeviceError(f"there is no device {work.devices[0]}", "autotune devices lists them")
@@ -244,7 +244,7 @@ class LocalEngine:
         return None
 
     def close(self) -> None:
-        """See ``Engine.close``."""
+        """End all processes with their searches; see ``Engine.close``."""
         with self._guard:
             self._is_closing = True
             children = list(self._children.values())

@@ -99,7 +99,7 @@ class SearchActor:
         self._run = self._child.begin(decode(work, Work))
 
     def messages(self, after: int, wait_seconds: float) -> list[Document]:
-        """Return the search's messages with numbers above ``after``, and drop those that the client has: up to it."""
+        """Return the search's messages after number ``after``, waiting at most ``wait_seconds``; drop older ones."""
         self._asked_at = time.monotonic()
         if self._run is None:
             return []
@@ -160,7 +160,7 @@ class RayRun:
         """The ``time.monotonic`` from which the cluster has not answered; ``None`` where it does."""
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
-        """See ``Run.messages``. If the cluster is unreachable for longer than the actor waits, the search is lost."""
+        """See ``Run.messages``. Where the cluster is silent for longer than the actor waits, the search is lost."""
         try:
             if self._ticket is None:
                 self._ticket = self._cluster.call(self._actor, "messages", after, wait_seconds)
@@ -201,12 +201,12 @@ class RayRun:
         return []
 
     def cancel(self) -> None:
-        """See ``Run.cancel``."""
+        """Tell the actor to cancel its search; the end is a message. See ``Run.cancel``."""
         with contextlib.suppress(ServiceError, NodeLostError):
             self._cluster.call(self._actor, "cancel")
 
     def close(self) -> None:
-        """See ``Run.close``."""
+        """End the actor and, if it still runs, its search. See ``Run.close``."""
         with contextlib.suppress(AutotuneError, NodeLostError):
             ended = self._cluster.call(self._actor, "end")
             self._cluster.is_ready(ended, 6.0)
@@ -296,7 +296,7 @@ class RayEngine:
         return None
 
     def hosts(self) -> Sequence[Host]:
-        """See ``Engine.hosts``."""
+        """Return the nodes with their free devices, as of the last refresh; see ``Engine.hosts``."""
         return self._hosts
 
     def problems(self) -> Sequence[str]:
@@ -304,7 +304,7 @@ class RayEngine:
         return [*([self._away] if self._away else []), *(why for why, _ in list(self._refused.values()))]
 
     def start(self, work: Work, host: Host) -> Run:
-        """See ``Engine.start``. Ray gives the actor as many GPUs of the node as the work has devices."""
+        """Start a work's actor on a node, with as many of its GPUs as the work has devices; see ``Engine.start``."""
         wanted = [device for device in host.devices if device.uuid in work.devices]
         gpus = sum(device.kind == "cuda" for device in wanted)
         # A search on a CPU trains with all cores. One reserved core keeps a second search away.
@@ -318,11 +318,11 @@ class RayEngine:
         return RayRun(self._cluster, work.id, actor, self._patience_seconds)
 
     def find(self, work_id: str) -> Run | None:
-        """See ``Engine.find``."""
+        """Return the run of the actor named ``work_id``; ``None`` where there is none. See ``Engine.find``."""
         actor = self._cluster.find(work_id)
         return None if actor is None else RayRun(self._cluster, work_id, actor, self._patience_seconds)
 
     def close(self) -> None:
-        """See ``Engine.close``; searches continue without this process for as long as their actors wait."""
+        """Disconnect; searches continue without this process for as long as their actors wait. See ``Engine.close``."""
         self._is_closing.set()
         self._cluster.close()

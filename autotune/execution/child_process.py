@@ -243,6 +243,7 @@ def how_it_ended(answer: Answer, log_path: str) -> str:
 
 
 def _signal_name(number: int) -> str:
+    """Return the name of a signal, such as ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:

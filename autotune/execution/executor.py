@@ -68,7 +68,7 @@ class LocalExecutor:
         self._running: dict[str, _Running] = {}
 
     def submit(self, job: TrialJob) -> str:
-        """See ``Executor.submit``."""
+        """Start a trial in a free slot without waiting; see ``Executor.submit``."""
         server = self._free_server(job.placement)
         for each in self._servers:
             # Start all servers now, so that their imports overlap: ``begin`` waits for the imports of one.
@@ -96,7 +96,7 @@ class LocalExecutor:
         raise RuntimeError("a trial was submitted although no slot for it is free")
 
     def wait(self) -> tuple[str, Progress | Outcome]:
-        """See ``Executor.wait``."""
+        """Return the next report of a running trial with the trial's id; see ``Executor.wait``."""
         if not self._running:
             raise RuntimeError("no trial is under way")
         while True:
@@ -125,7 +125,7 @@ class LocalExecutor:
         return frozenset(running.server.pids_of(trial_id) if running is not None else ())
 
     def close(self) -> None:
-        """See ``Executor.close``. The next trial starts another server."""
+        """End all trials and servers, see ``Executor.close``; the next trial starts another server."""
         self._running.clear()
         for server in self._servers:
             server.close()

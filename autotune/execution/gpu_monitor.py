@@ -90,7 +90,7 @@ class WatchedExecutor:
         return self._executor.submit(job)
 
     def wait(self) -> tuple[str, Progress | Outcome]:
-        """See ``Executor.wait``; the outcome includes what disturbed the trial."""
+        """Return the next report of a trial, an outcome with what disturbed the trial; see ``Executor.wait``."""
         trial_id, report = self._executor.wait()
         return trial_id, report if isinstance(report, Progress) else _with_cpu_contention(self._judge(trial_id, report))
 
@@ -110,7 +110,7 @@ class WatchedExecutor:
         return dataclasses.replace(outcome, disturbed=disturbed, run_again=False)
 
     def close(self) -> None:
-        """See ``Executor.close``."""
+        """Stop watching, and end all trials; see ``Executor.close``."""
         for watches in self._watches.values():
             for watch in watches:
                 watch.stop()

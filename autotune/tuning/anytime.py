@@ -129,8 +129,8 @@ class Anytime:
     ) -> Idea | None:
         """Return the candidate with the largest expected gain for its time; ``None`` where none is worth its trial.
 
-        ``among`` are the candidates that may be recommended. A trial without a lever takes ``usual_seconds``, and those
-        with one have taken ``spent_seconds`` so far.
+        ``among`` are the candidates that may be recommended. A trial without levers takes ``usual_seconds``; all trials
+        with levers have taken ``spent_seconds`` so far.
         """
         best = history.winner(among)
         if best is None or history.pending:

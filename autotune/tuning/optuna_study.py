@@ -39,13 +39,13 @@ class PlanSampler(BaseSampler):
         """The candidate to propose; ``None`` where the other sampler is to draw one."""
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """See ``BaseSampler``."""
+        """Return the parameters to sample at once: all of a proposed candidate; see ``BaseSampler``."""
         return self._kinds if self.next is not None else self._other.infer_relative_search_space(study, trial)
 
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
-        """See ``BaseSampler``."""
+        """Return the values of the proposed candidate, or of the other sampler; see ``BaseSampler``."""
         if self.next is not None:
             params = params_of(self.next, self._kinds)
             # A value that the study does not know is left to be drawn; the trial is then reported as failed.
@@ -56,15 +56,15 @@ class PlanSampler(BaseSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """See ``BaseSampler``."""
+        """Have the other sampler draw a parameter that has no value yet; see ``BaseSampler``."""
         return self._other.sample_independent(study, trial, param_name, param_distribution)
 
     def before_trial(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """See ``BaseSampler``."""
+        """Pass the event to the other sampler; see ``BaseSampler``."""
         self._other.before_trial(study, trial)
 
     def after_trial(self, study: optuna.Study, trial: FrozenTrial, state: TrialState, values: Any) -> None:
-        """See ``BaseSampler``."""
+        """Pass the event to the other sampler; see ``BaseSampler``."""
         self._other.after_trial(study, trial, state, values)
 
 

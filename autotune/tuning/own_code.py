@@ -60,7 +60,7 @@ def notes_on_lengths(request: SearchRequest, interface: CodeInterface) -> Iterat
         yield f"the lengths of its samples are those of {seen:,} that were drawn, of {of}"
     for name in ("length_multiple", "padding_free"):
         why, choice = interface.obstacles.get(name), getattr(request, BY_NAME[name].option or "")
-        # What was asked for is refused with the reason.
+        # A lever that was requested is refused with the reason, elsewhere.
         if why is not None and choice == "auto" and interface.shapes_vary and request.goes_on:
             yield f"not tried: {PRIORS[name].called}; {why}"
 

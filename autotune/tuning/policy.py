@@ -62,7 +62,7 @@ class MaxBatchPolicy(Policy):
     """
 
     def _next_at(self, multiple: int, space: Space, history: History, judge: Judge) -> Candidate | None:
-        """See ``Policy``."""
+        """Return the next batch of the first arm that may have a larger one; see ``Policy``."""
         # Arms of one class need the same memory, so that one of them is enough.
         seen_classes = set()
         for arm in sorted(space.arms, key=lambda arm: not arm.gradient_checkpointing):
