@@ -175,7 +175,7 @@ class _Child:
             raise KeyboardInterrupt
 
     def _read(self) -> None:
-        """Read messages from standard input until it closes."""
+        """Take messages from standard input; once it closes, end the running work and this process."""
         # Not sys.stdin: Python aborts when it exits while another thread holds the lock of its buffer.
         with contextlib.suppress(OSError):
             for line in LineReader(self._source).lines():

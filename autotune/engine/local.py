@@ -57,7 +57,7 @@ class LocalRun:
             self._changed.notify_all()
 
     def messages(self, after: int, wait_seconds: float) -> list[Message]:
-        """Return the messages after number ``after``, waiting for one at most ``wait_seconds``; see ``Run.messages``."""
+        """Return the messages after number ``after``, waiting at most ``wait_seconds``; see ``Run.messages``."""
         with self._changed:
             while self._messages and self._messages[0].number <= after:
                 self._messages.popleft()

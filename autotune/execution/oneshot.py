@@ -189,16 +189,16 @@ class GpuInspection:
         self._placement = placement
         self._work = GpuWork(placement.device.uuid, convolves=convolves, ranks=placement.ranks)
         self._process: OneShot | None = None
-        self._used_before: int | None = None
-        self._kept: GpuFacts | None = None
+        self._used_bytes_before: int | None = None
+        self._kept_facts: GpuFacts | None = None
         self._log_folder: Path | None = None
         self._has_log = False
 
     def begin(self, log_folder: Path | None = None) -> None:
         """Start the process for a GPU, unless it runs or its answer is kept. Without ``log_folder`` it has no log."""
         self._log_folder = log_folder
-        if self._placement.kind == "cuda" and self._process is None and self._kept is None:
-            self._used_before = current_session().used_bytes(self._work.device_uuid)
+        if self._placement.kind == "cuda" and self._process is None and self._kept_facts is None:
+            self._used_bytes_before = current_session().used_bytes(self._work.device_uuid)
             self._has_log = log_folder is not None
             log_path = log_folder / "inspect_gpu.log" if log_folder is not None else Path(os.devnull)
             environment = server_environment(self._placement, os.environ, offline=True)
@@ -209,8 +209,8 @@ class GpuInspection:
 
         Raises ``TrialServerError`` where the process gives no answer.
         """
-        if self._kept is not None or self._process is None:
-            return self._kept
+        if self._kept_facts is not None or self._process is None:
+            return self._kept_facts
         try:
             facts = self._process.answer(GpuFacts, _TIMEOUT_SECONDS)
         except TrialServerError as error:
@@ -228,8 +228,9 @@ class GpuInspection:
             ) from error
         finally:
             self.close()
-        if self._used_before is not None and current_session().used_bytes(self._work.device_uuid) == self._used_before:
-            self._kept = facts
+        before = self._used_bytes_before
+        if before is not None and current_session().used_bytes(self._work.device_uuid) == before:
+            self._kept_facts = facts
         return facts
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class TrialServer(ServerProcess):
         self._log_folder = log_folder
         self.data_folder: Path | None = None
         """The folder of the prepared dataset; ``None`` without one."""
-        self._looks = 0
+        self._look_count = 0
         self._protection = protection
         self._layer: Scratch | None = None
         """The folder of the files that the inspection of the user's own code wrote; its trials find them in place."""
@@ -234,8 +234,8 @@ class TrialServer(ServerProcess):
 
     def look(self, work: LookWork, timeout_seconds: float = _INSPECT_SECONDS) -> LookAnswer | str:
         """Train one step with each candidate of the work; return these steps, or in words why there are none."""
-        self._looks += 1
-        return self._ask(f"look-{self._looks}", work, LookAnswer, timeout_seconds)[0]
+        self._look_count += 1
+        return self._ask(f"look-{self._look_count}", work, LookAnswer, timeout_seconds)[0]
 
     def rehearse(self, work: RehearsalWork, timeout_seconds: float = _INSPECT_SECONDS) -> Rehearsal:
         """Run once what a long run does beyond its first steps; return what it needs, or a ``problem`` in its place."""

@@ -248,17 +248,13 @@ def looker_of(prepared: Prepared, server: TrialServer, answers: Answers, timeout
         return answer
 
     return Looker(
-        ask,
-        prepared.baseline,
-        server.placement.rank_devices,
-        cap_bytes=prepared.ceiling.cap_bytes,
-        seed=request.seed,
-        is_batch_free=request.effective_batch is None,
+        ask, prepared.baseline, server.placement.rank_devices,
+        cap_bytes=prepared.ceiling.cap_bytes, seed=request.seed, is_batch_free=request.effective_batch is None,
         is_unmodified=source is not None and source.framework == "trainer" and prepared.model.own is not None,
         is_own=source is not None,
         has_fixed_split=source is not None and source.interface.fixed != Fixed(),
         data_folder=str(server.data_folder) if server.data_folder else None,
-    )
+    )  # fmt: skip
 
 
 def _batch_in_words(candidate: Candidate, like: Candidate | None = None) -> str:
@@ -319,17 +315,13 @@ def rehearser_of(prepared: Prepared, server: TrialServer, timeout_seconds: float
         devices = server.placement.rank_devices
         devices = dataclasses.replace(devices, uuids=devices.uuids[:ranks])
         work = RehearsalWork(
-            candidate,
-            devices,
-            prepared.ceiling.cap_bytes,
-            prepared.ceiling.line_bytes,
-            request.seed,
+            candidate, devices, prepared.ceiling.cap_bytes, prepared.ceiling.line_bytes, request.seed,
             host_bytes=host_memory().free_bytes if devices.kind == "cuda" else None,
             seconds=min(_MOST_SECONDS, max(_LEAST_SECONDS, _SHARE * searched_seconds)),
             unmodified=candidate == prepared.baseline and prepared.model.own is not None,
             world_size=request.world_size,
             data_folder=str(server.data_folder) if server.data_folder else None,
-        )
+        )  # fmt: skip
         limit_seconds = request.trial_timeout_seconds or timeout_seconds
         found = server.rehearse(work, limit_seconds)
         # Ranks that run out of memory end, so that a smaller batch has a run of its own.

@@ -223,7 +223,7 @@ class Search:
 
     def _record_end(self, stop: Stop) -> None:
         """Record the end of the search with its reason, the best trial, and the arms and levers that were left out."""
-        # A signal may come between a trial's record and its run, or while its end is written.
+        # A signal between a trial's record and its run, or while its end is written, leaves it recorded as running.
         self._store.lose_running_trials(self._study.id, "the search was stopped during this trial")
         self._keep_best(
             state="interrupted" if stop.reason in (StopReason.INTERRUPTED, StopReason.ERROR) else "finished",
@@ -410,14 +410,9 @@ class Search:
         number, self._next_number = self._next_number, self._next_number + 1
         effort = effort_of(self._request, candidate, stage, self._plan.best(), self._history)
         record = TrialRecord(
-            study_id=study.id,
-            number=number,
-            candidate=candidate,
-            workload_id=study.workload_id,
-            environment_id=study.environment_id,
-            stage=stage,
-            log_path=str(self._log_folder / f"trial-{number:04d}.log"),
-        )
+            study_id=study.id, number=number, candidate=candidate, stage=stage, workload_id=study.workload_id,
+            environment_id=study.environment_id, log_path=str(self._log_folder / f"trial-{number:04d}.log"),
+        )  # fmt: skip
         known = self._reusable_outcome(candidate, stage, effort) if control is None else None
         if known is not None:
             self._optuna.tell(optuna_trial, candidate, known)
@@ -454,16 +449,11 @@ class Search:
         # A script that gets all settings on its command line has none of its own.
         has_own = source is not None and (source.kind == "loop" or self._prepared.model.own is not None)
         return TrialJob(
-            trial_id=record.id,
-            candidate=candidate,
-            cap_bytes=cap_of(candidate.arm, self._prepared.ceiling),
-            effort=effort,
-            seed=request.seed,
+            trial_id=record.id, candidate=candidate, cap_bytes=cap_of(candidate.arm, self._prepared.ceiling),
+            effort=effort, seed=request.seed, log_path=record.log_path or "", placement=placement,
             timeout_seconds=timeout_seconds(request, self._prepared.model.parameters, candidate, effort, self._history),
-            log_path=record.log_path or "",
             unmodified=record.stage == "baseline" and has_own,
-            placement=placement,
-        )
+        )  # fmt: skip
 
     def _handle_next_report(self) -> None:
         """Wait for the next report of a running trial: pass its progress to the observer, or record its outcome."""

@@ -250,20 +250,13 @@ def _dataset_of(options: dict[str, Any], source: ModelSource, task: Task) -> Dat
             tokenizer = os.path.abspath(folder)
     tokenizer_hash = tokenizer_content(tokenizer, of_processor=task == "image-text-to-text") if tokenizer else None
     return DataSpec(
-        source=path,
-        kind=kind,
-        content=content,
-        tokenizer_content=tokenizer_hash,
-        split=options["split"] or DEFAULT_SPLIT,
-        text_columns=options["text_column"],
-        label_column=options["label_column"],
-        image_column=options["image_column"],
-        tokenizer=tokenizer,
+        source=path, kind=kind, content=content, split=options["split"] or DEFAULT_SPLIT,
+        text_columns=options["text_column"], label_column=options["label_column"], image_column=options["image_column"],
+        tokenizer=tokenizer, tokenizer_content=tokenizer_hash,
         padding="max_length" if options["pad_to_max_length"] else "longest",
-        pad_to_multiple_of=options["pad_to_multiple_of"],
-        group_by_length=options["group_by_length"],
+        pad_to_multiple_of=options["pad_to_multiple_of"], group_by_length=options["group_by_length"],
         packing=options["packing"],
-    )
+    )  # fmt: skip
 
 
 def _check_data_meaning(options: dict[str, Any], task: Task) -> None:

@@ -330,14 +330,8 @@ def _device_of(report: Report) -> Device:
     environment = report.environment
     capability = environment.get("device_capability")
     return Device(
-        kind=environment["device_kind"],
-        index=None,
-        uuid=environment["device_uuid"],
-        name=environment["device_name"],
-        memory_total_bytes=environment["device_memory_bytes"],
-        memory_reserved_bytes=None,
-        memory_used_bytes=None,
-        memory_free_bytes=report.ceiling.free_bytes,
-        driver=environment["driver"],
+        kind=environment["device_kind"], index=None, uuid=environment["device_uuid"], name=environment["device_name"],
+        memory_total_bytes=environment["device_memory_bytes"], memory_reserved_bytes=None, memory_used_bytes=None,
+        memory_free_bytes=report.ceiling.free_bytes, driver=environment["driver"],
         capability=(int(capability[0]), int(capability[1])) if capability else None,
-    )
+    )  # fmt: skip

@@ -158,13 +158,10 @@ def on_this_machine(
         for number, placement in enumerate(request.slots):
             starting = f"starting a process for trials on {placement.label} ({request.device.name}) …"
             server = TrialServer(
-                placement,
-                request.workload,
-                folder if number == 0 else folder / f"server-{number}",
-                functools.partial(note, starting),
-                warm if number == 0 else None,
+                placement, request.workload, folder if number == 0 else folder / f"server-{number}",
+                functools.partial(note, starting), warm if number == 0 else None,
                 protection="none" if request.unprotected else None,
-            )
+            )  # fmt: skip
             servers.append(stack.enter_context(server))
         presence = stack.enter_context(Presence(request.device.uuid))
         for uuid in {device.uuid for device in request.devices} - {request.device.uuid}:

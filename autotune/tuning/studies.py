@@ -246,7 +246,7 @@ def changes_since(prepared: Prepared, request: Document, workload: Document, env
 
 
 def what_differs(store: Store, known: StudyRecord, request: SearchRequest) -> str | None:
-    """Return in words why a request without a name does not continue a study; ``None`` where it does."""
+    """Return in words why a request that names no study does not continue this one; ``None`` where it does."""
     if request.fresh:
         return "--fresh measures again"
     if request.workload.source is not None:
