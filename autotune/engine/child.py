@@ -167,7 +167,7 @@ class _Child:
     def _on_signal(self, number: int, frame: object) -> None:
         """Interrupt the current work and, unless the signal is to cancel this work alone, stop afterwards."""
         if self._current not in self._cancelled:
-            # This process sends itself a signal to cancel only the current work.
+            # To cancel only the current work, this process sends itself the signal, see ``_take``.
             self._is_stopping = True
             self._waiting.put(None)
         if self._is_interruptible:
@@ -187,7 +187,7 @@ class _Child:
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _take(self, message: Document) -> None:
-        """Queue the work of a message, or cancel the work that it names."""
+        """Queue the work of a message, or cancel the work that it names: by a signal where that runs now."""
         if "work" in message:
             self._waiting.put(decode(message["work"], Work))
             return

@@ -184,10 +184,11 @@ class RayRun:
         """Try to reconnect. Return no messages, or the end of a lost search once the actor waits no longer."""
         # A reference does not outlive its connection.
         self._ticket = None
+        now = time.monotonic()
         if self._away_since is None:
-            self._away_since = time.monotonic()
+            self._away_since = now
             log.info("the cluster is away: %s", error.message)
-        if time.monotonic() - self._away_since > self._patience_seconds:
+        if now - self._away_since > self._patience_seconds:
             return self._lost_message(after, error.message)
         try:
             self._cluster.connect_again()

@@ -203,6 +203,7 @@ class _Watch:
     def __init__(
         self, gpu: Device, before: Condition, needed_bytes: int, own_pids: Callable[[], frozenset[int]]
     ) -> None:
+        """Take the GPU's state ``before`` the trial, and what returns the ids of the trial's own processes."""
         self._gpu, self._before, self._needed_bytes, self._own_pids = gpu, before, needed_bytes, own_pids
         self._started_at = time.time()
         self._ended = threading.Event()
@@ -218,6 +219,7 @@ class _Watch:
         self._thread.join()
 
     def _read(self) -> None:
+        """Keep readings of the GPU, and the trial's own processes, until ``stop``."""
         while not self._ended.wait(_INTERVAL_SECONDS):
             condition = current_session().condition(self._gpu.uuid)
             if condition is not None:

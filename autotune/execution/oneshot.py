@@ -190,6 +190,7 @@ class GpuInspection:
         self._work = GpuWork(placement.device.uuid, convolves=convolves, ranks=placement.ranks)
         self._process: OneShot | None = None
         self._used_bytes_before: int | None = None
+        """Memory in use on the GPU when the process was started."""
         self._kept_facts: GpuFacts | None = None
         self._log_folder: Path | None = None
         self._has_log = False

@@ -68,7 +68,7 @@ class StartedServer(ChildProcess):
     """The process of a trial server, which waits to be told its workload."""
 
     def __init__(self, log_path: Path, environment: Mapping[str, str], imports: Imports | None) -> None:
-        """Start the process. Raises ``OSError`` where no process can be started."""
+        """Start the process, which then has these ``imports``. Raises ``OSError`` where none can be started."""
         with open(log_path, "ab", opener=private_opener) as log:
             super().__init__("autotune.worker.server", log, environment)
         self.imports = imports

@@ -68,7 +68,7 @@ def small_splits(asked: Candidate, winner: Candidate) -> tuple[tuple[int, int], 
 
 
 def simplified_for_look(arm: Arm, *, as_measured: bool) -> Arm:
-    """Return an arm (the settings without batch) for one device and, unless ``as_measured``, in exact float32."""
+    """Return an arm (settings without batch) for one device and, unless ``as_measured``, uncompiled in float32."""
     if as_measured:
         return without(arm, _BESIDE)
     plain = changed(without(arm, _BESIDE), precision="fp32", torch_compile=False)

@@ -95,7 +95,7 @@ def named_devices(options: dict[str, Any]) -> tuple[Device, ...]:
 
 
 def build_workload(options: dict[str, Any]) -> Workload:
-    """Return the workload of ``model``, ``task``, ``seq_len`` and related options."""
+    """Return the workload (model, task, samples, dtype and adapters) that the options describe, for a model by name."""
     source = resolve_model(options["model"])
     task = options["task"] or infer_task(source.config)
     _check_meaning(options, task)

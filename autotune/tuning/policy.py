@@ -324,7 +324,7 @@ def _processes(history: History, winner: Tried, share: float) -> int:
 
 
 def make_policy(sampler: SamplerName, objective: Objective, space: Space) -> Policy | None:
-    """Return the policy of a sampler's name; ``None`` for one of Optuna's, which draws by itself."""
+    """Return the policy that proposes candidates as a ``sampler``; ``None`` for Optuna's, which draw by themselves."""
     if sampler in OPTUNA_SAMPLERS:
         return None
     if sampler == "grid":
