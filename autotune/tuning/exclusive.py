@@ -51,8 +51,7 @@ def take_turn(
     ``study`` is a name, or makes names for a new study, which gets the first that no search holds and that is not
     ``is_taken``. ``database`` is the resolved path, or the URL, that the study is in. Where another search holds one of
     the locks, its end is waited for; without ``wait`` a locked GPU is a ``DeviceError``, a locked study a
-    ``StorageError``. A CPU may be shared, with a note. Where no lock files can be written, nothing is locked, and a
-    note says so.
+    ``StorageError``. A CPU may be shared, with a note. Where no lock files can be written, nothing is locked but noted.
     """
     with contextlib.ExitStack() as stack:
         name, has_waited = None, False

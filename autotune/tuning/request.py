@@ -140,7 +140,7 @@ class SearchRequest:
     """Whether the devices are here. What is only predicted for others needs no optional packages."""
 
     def __post_init__(self) -> None:
-        """Raise ``InvalidRequestError`` for values that no search can have, or that exclude each other."""
+        """Raise ``InvalidRequestError`` for impossible values, ``DeviceError`` for devices that are not alike."""
         if self.trials is not None and self.trials < 1:
             raise InvalidRequestError(f"--trials {self.trials} leaves nothing to run", "use 1 or more")
         if self.study is not None:
