@@ -233,7 +233,7 @@ class LocalEngine:
         return [f"the process for searches on {label} has ended and is started again" for label in down]
 
     def start(self, work: Work, host: Host) -> Run:
-        """Start a work in the process of its first device; see ``Engine.start``."""
+        """Start a search in the process of its first device; see ``Engine.start``."""
         child = self._children.get(work.devices[0])
         if child is None:
             raise DeviceError(f"there is no device {work.devices[0]}", "autotune devices lists them")

@@ -305,7 +305,7 @@ class RayEngine:
         return [*([self._away] if self._away else []), *(why for why, _ in list(self._refused.values()))]
 
     def start(self, work: Work, host: Host) -> Run:
-        """Start a work's actor on a node, with as many of its GPUs as the work has devices; see ``Engine.start``."""
+        """Start an actor for the work on a node, with as many GPUs as the work has devices; see ``Engine.start``."""
         wanted = [device for device in host.devices if device.uuid in work.devices]
         gpus = sum(device.kind == "cuda" for device in wanted)
         # A search on a CPU trains with all cores. One reserved core keeps a second search away.

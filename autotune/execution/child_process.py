@@ -83,7 +83,7 @@ def server_environment(
 
 
 class ChildProcess:
-    """``python -P -m MODULE FD ARGUMENTS…`` in a session of its own, which writes lines to the file descriptor FD.
+    """Runs ``python -P -m MODULE FD ARGUMENTS…`` in a session of its own, which writes lines to the descriptor FD.
 
     It reads lines from its standard input. Ctrl-C in a terminal reaches the whole foreground group; with a session of
     its own the process does not get it, and whoever started it alone decides when it ends.

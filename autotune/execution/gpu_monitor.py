@@ -62,7 +62,7 @@ class WatchedExecutor:
         is_ending: Callable[[], bool] = lambda: False,
         presence: Presence | None = None,
     ) -> None:
-        """Watch trials that take ``context_bytes`` of CUDA context beside their cap; don't wait once ``is_ending``."""
+        """Watch trials with ``context_bytes`` beside their allocator's cap; once ``is_ending``, await no memory."""
         self._executor, self.slots, self._presence = executor, executor.slots, presence
         self._context_bytes, self._note, self._is_ending = context_bytes, note, is_ending
         self._patience_seconds = _NEIGHBOUR_SECONDS

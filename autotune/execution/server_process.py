@@ -236,7 +236,7 @@ class ServerProcess:
         return sent.started.pids if sent is not None and sent.started is not None and sent.answer is None else ()
 
     def start_process(self) -> None:
-        """Start the process, or take the idle one. Its imports overlap with the caller's next work.
+        """Start the process, or take the idle one of ``warm``. Its imports overlap with the caller's next work.
 
         Raises ``TrialServerError`` where no process can be started.
         """
@@ -262,7 +262,7 @@ class ServerProcess:
         self._tell_workload()
 
     def _tell_workload(self) -> None:
-        """Send the workload; a server that was idle also gets the path of its log."""
+        """Send the workload to the process; one that was idle also gets the path of its log."""
         message: Document = {"workload": self.workload.document()}
         if self._was_idle:
             message["log_path"] = str(self.server_log.absolute())

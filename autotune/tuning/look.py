@@ -281,11 +281,11 @@ def _undivided_loss(of_split: Difference, asked: Candidate, other: Candidate, *,
 
 
 class _UnknownError(Exception):
-    """A look cannot be had; the message says why."""
+    """Two trainings cannot be compared; the message says why."""
 
 
 class _TooLargeError(Exception):
-    """A model does not fit in a look; with its first argument, a smaller number of layers, it may."""
+    """A model does not fit where first steps are compared; with fewer layers, the argument, it may."""
 
 
 Rehearse = Callable[[Candidate, float], Rehearsal | None]

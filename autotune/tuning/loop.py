@@ -105,7 +105,7 @@ class _Running:
 
 
 class Search:
-    """One run of a search, new or continued, for a single call of ``run``."""
+    """A search, new or continued: runs the trials that its plan proposes, and records them. ``run`` is called once."""
 
     def __init__(
         self,

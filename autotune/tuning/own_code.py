@@ -85,7 +85,7 @@ def check_engine_fits(request: SearchRequest, model: ModelFacts, context_bytes: 
 
 
 def _check_samples(request: SearchRequest, samples: int | None) -> None:
-    """Raise ``InvalidRequestError`` where the ``samples`` that one rank of the user's code has make no step."""
+    """Raise ``InvalidRequestError`` where the user's dataset, ``samples`` for each rank, is too small for a step."""
     source = request.workload.source
     if source is None or samples is None:
         return

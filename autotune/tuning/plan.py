@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Step:
-    """What to run next, and in which stage of the search."""
+    """The candidate to run next, and its stage: ``baseline``, ``search`` or ``final`` (to measure it again)."""
 
     stage: Stage
     candidate: Candidate

@@ -29,7 +29,7 @@ from autotune.space.space import Space
 
 
 class Policy:
-    """Proposes candidates of a space until it has seen enough, those of a smaller multiple where no larger one fits."""
+    """Proposes candidates, arms at batches; here all in order, those of a smaller multiple where no larger one fits."""
 
     def __init__(self, space: Space) -> None:
         self._space = space

@@ -138,7 +138,7 @@ def _start_predicting(runner: TrialServer) -> None:
 
 
 def _request(workload: Workload, chip: Chip, limit_bytes: int, options: dict[str, Any]) -> SearchRequest:
-    """Return the request of a search on a chip with a memory limit, which is not in this machine."""
+    """Return the request of a search on a chip that is not in this machine, with a memory limit."""
     ranks = _ranks(options.get("gpus"))
     first = Device("cuda", 0, chip.name, chip.name, limit_bytes, None, 0, limit_bytes, capability=chip.capability)
     others = tuple(dataclasses.replace(first, index=rank, uuid=f"{chip.name} {rank}") for rank in range(1, ranks))
@@ -260,7 +260,7 @@ def gpu_document(chip: Chip, prepared: Prepared, model: MemoryModel) -> GpuPredi
 
 
 def _arm_prediction(arm: Arm, prepared: Prepared, model: MemoryModel, speeds: StepTimeModel | None) -> ArmPrediction:
-    """Return the predictions for one arm (a configuration without batch) at every batch; without speeds, of memory."""
+    """Return the predictions for one arm (configuration) at every batch; without ``speeds``, of memory alone."""
     space, workload = prepared.space, prepared.request.workload
     largest = model.largest_batch(arm)
     operations = model.operations(arm)

@@ -32,7 +32,7 @@ _BYTES_A_PARAMETER = 16
 
 @dataclass(frozen=True)
 class Prepared:
-    """A search that is ready to start."""
+    """A search that is ready to start: its request, and what the inspection of machine and model adds to it."""
 
     request: SearchRequest
     space: Space
