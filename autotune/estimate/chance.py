@@ -23,13 +23,20 @@ _COMPILED_KEEPS = 0.7
 H200, 23 November 2026)."""
 _EXPANDED, _EXPANDED_DOUBT = 0.02, 0.012
 """What is reserved beyond what is allocated where segments expand, and its deviation: 0.003 to 0.045 (H200)."""
-_CHECKED, _RIGHT, _DISTRUSTED = 0.02, 0.05, 0.2
-"""Deviation of the logarithm of a measured peak from its prediction: where predictions were checked, before a check,
-and where a check failed."""
+_RIGHT, _NEAR, _DISTRUSTED = 0.02, 0.05, 0.2
+"""Deviation of the logarithm of a measured peak from its prediction: where no peak disagreed, where one of its memory
+class did, and where another did or a trial ran out of memory unexpectedly."""
+_RANKS = 0.008
+"""The same of several ranks under DDP and FSDP (62 peaks of four models, two H200, studies/peak_memory.py)."""
 _UNTRACED = 0.1
 """The same of code that a trace does not show, as compiled layers are: it keeps 0.7 to 1.0 of activations (H200)."""
-_UNCHECKED_RIGHT = 0.9
-"""How likely predictions are right before a trial checked one. A choice."""
+LEAST_CHANCE = 0.03
+"""As long as others are left, a candidate waits that is less likely to run, or to fit where nothing fitted yet. An arm
+whose batch was halved after each of three failures is below it: they reach batches that are small enough for a kernel.
+A choice."""
+_UNCHECKED_RIGHT, _RIGHT_IF_NOTHING_FITS = 1 - LEAST_CHANCE, 0.9
+"""How likely predictions are right before a trial checked one: so likely that a candidate far over the line waits.
+Where nothing is predicted to fit it does not, since who begins a search expects that something fits. Choices."""
 _SHARES = (0.003, 0.02, 0.1, 0.25, 0.4, 0.6, 0.8, 0.95)
 """Hypotheses on the share of a peak that grows with the batch, equally likely, where one batch was measured."""
 _FACTORS = (0.4, 0.65, 1.0, 1.5)
@@ -140,6 +147,13 @@ def _peak_bytes(tried: Tried) -> int:
     return tried.measurement.judged_bytes(tried.candidate.arm)
 
 
+def _doubt(arm: Arm) -> float:
+    """Return the deviation of the logarithm of a peak of this arm from its prediction, where no peak disagreed."""
+    if arm.ranks > 1 and arm.zero_stage is None:
+        return _RANKS
+    return _RIGHT * (1.5 if arm.gradient_checkpointing else 1.0)
+
+
 def _activations(arm: Arm) -> float:
     """Return a rough size of a sample's activations relative to 16 bits, to compare arms."""
     return (1.0 if arm.precision in HALF else 1.6) * (0.3 if arm.gradient_checkpointing else 1.0)
@@ -152,6 +166,7 @@ class Chances:
         self._history = history
         self._line = math.log(history.ceiling.line_bytes)
         self._fits: dict[tuple[Arm, bool, int], float] = {}
+        self._expects_a_fit = history.memory is not None and history.memory.expects_a_fit()
         self._ratios = [
             (memory_class(t.candidate.arm), math.log(t.measurement.judged_bytes(t.candidate.arm) / p))
             for t in history.tried
@@ -159,7 +174,7 @@ class Chances:
         ]
         """Memory class of each measured trial, with the logarithm of its measured over its predicted peak."""
         self._contradicted = any(
-            (p := self._predicted_bytes(t.candidate)) and math.log(p) < self._line - 2 * _RIGHT
+            (p := self._predicted_bytes(t.candidate)) and math.log(p) < self._line - 2 * _NEAR
             for t in history.tried
             if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
         )
@@ -181,6 +196,19 @@ class Chances:
         return self.fits(candidate) * self.runs(candidate)
 
     # Memory
+
+    def rules_out(self, candidate: Candidate) -> bool:
+        """Return whether a trial shows that a candidate does not fit, or a prediction that it hardly does.
+
+        Predictions that a trial contradicted rule nothing out, nor do measured peaks of other batches alone.
+        """
+        memory = self._history.memory
+        if self._history.ruled_out_by(candidate) is not None:
+            return True
+        if memory is None or self._predicted_bytes(candidate) is None:
+            return False
+        is_unchecked = not self._ratios and not self._contradicted
+        return (is_unchecked or memory.trusted(candidate.arm)) and self.fits(candidate) <= LEAST_CHANCE
 
     def fits(self, candidate: Candidate) -> float:
         """Return the probability that a candidate's peak memory stays under the line."""
@@ -292,12 +320,13 @@ class Chances:
             doubt = _UNTRACED * (1.0 if arm.torch_compile and not alike else 0.4)
             return under(fmean(alike or [ratio for _, ratio in self._ratios]), doubt)
         if memory.trusted(arm):
-            return under(fmean(own) if own else 0.005, _CHECKED * (1.5 if arm.gradient_checkpointing else 1.0))
+            return under(fmean(own) if own else 0.005, _doubt(arm))
         if ratios := own or [ratio for _, ratio in self._ratios]:
-            return self._by_peaks(candidate) * 0.5 + 0.5 * under(fmean(ratios), _RIGHT if own else _DISTRUSTED)
+            return self._by_peaks(candidate) * 0.5 + 0.5 * under(fmean(ratios), _NEAR if own else _DISTRUSTED)
         if self._contradicted:
             return self._by_peaks(candidate) * min(1.0, 0.3 + under(0.7, _DISTRUSTED))
-        return _UNCHECKED_RIGHT * under(0.005, _RIGHT) + (1 - _UNCHECKED_RIGHT) * self._by_peaks(candidate)
+        right = _UNCHECKED_RIGHT if self._expects_a_fit else _RIGHT_IF_NOTHING_FITS
+        return right * under(0.005, _doubt(arm)) + (1 - right) * self._by_peaks(candidate)
 
     def _by_peaks(self, candidate: Candidate) -> float:
         """Return the probability to fit from measured peaks of similar trials."""

@@ -15,17 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.estimate.chance import Chances
+from autotune.estimate.chance import LEAST_CHANCE, Chances
 from autotune.estimate.history import History
 from autotune.estimate.memory import LEAST_EXPANDABLE_EXCESS
 from autotune.estimate.pooling import Tried, replays_graphs
 from autotune.space.arms import changed
 from autotune.space.space import Space
-
-LEAST_CHANCE = 0.03
-"""As long as others are left, a candidate waits that is less likely to run, or to fit where nothing fitted yet. An arm
-whose batch was halved after each of three failures is below it: they reach batches that are small enough for a kernel.
-A choice."""
 
 
 class Judge:
@@ -40,7 +35,7 @@ class Judge:
 
     def is_open(self, candidate: Candidate) -> bool:
         """Return whether a candidate is new, and ruled out by no trial or prediction."""
-        return self.is_new(candidate) and not self._history.is_ruled_out(candidate)
+        return self.is_new(candidate) and not self._chances.rules_out(candidate)
 
     def is_new(self, candidate: Candidate) -> bool:
         """Return whether a candidate was not tried, is not under way, and does nothing that memory does not require.
@@ -73,7 +68,7 @@ class Judge:
         plain = replace(candidate, arm=replace(candidate.arm, sync_each_batch=False))
         if not candidate.arm.sync_each_batch or not self._space.contains(plain):
             return False
-        return not (candidate.accumulates and self._history.is_ruled_out(plain))
+        return not (candidate.accumulates and self._chances.rules_out(plain))
 
     def in_expandable_segments(self, tried: Tried) -> Candidate | None:
         """Return the candidate with expandable segments, for a trial that was over the line by fragmentation alone.

@@ -141,12 +141,6 @@ class History:
                 return tried
         return None
 
-    def is_ruled_out(self, candidate: Candidate) -> bool:
-        """Return whether a trial or a trusted prediction shows that the candidate does not fit."""
-        if self.ruled_out_by(candidate) is not None:
-            return True
-        return self.memory is not None and self.memory.surely_over(candidate)
-
     def smallest_over(self, arm: Arm, *, accumulates: bool) -> int | None:
         """Return the smallest batch of an arm that ``ruled_out_by`` rules out; ``None`` where there is none."""
         over = self.over_with_no_more(arm, accumulates=accumulates)

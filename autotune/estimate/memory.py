@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.ceiling import PREDICTION_MARGIN, Ceiling
 from autotune.core.device import Chip
-from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
+from autotune.core.outcome import Completed, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork, spare_bytes
-from autotune.space.arms import arm_that_computes, as_asked, is_traced, needs_at_least, predicted_from, prediction_class
+from autotune.space.arms import arm_that_computes, as_asked, is_traced, predicted_from, prediction_class
 
 # Least cap under which a trial with expandable segments ran, over its peak of allocated bytes, less one: 0.003 to 0.045
 # on an H200.
@@ -91,19 +90,6 @@ def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]
     return max(prediction.peak_allocated_bytes, round(predicted * (1 + low))), round(predicted * (1 + high))
 
 
-def _needs_no_less(candidate: Candidate, over: Candidate) -> bool:
-    """Return whether ``over``, which ran out of memory, shows that the candidate does not fit.
-
-    It does if its batch is no larger, it accumulates only where the candidate does, and the candidate's arm needs at
-    least as much memory.
-    """
-    return (
-        needs_at_least(prediction_class(candidate.arm), prediction_class(over.arm))
-        and over.per_device_train_batch_size <= candidate.per_device_train_batch_size
-        and over.accumulates <= candidate.accumulates
-    )
-
-
 class MemoryModel:
     """The predictions for one GPU by prediction class, and what trials measured of them."""
 
@@ -119,12 +105,9 @@ class MemoryModel:
         """Candidates that ran out of memory, with the largest cap under which each did."""
         self._missed: dict[Arm, str] = {}
         """Prediction classes of which nothing was predicted, with the reason."""
-        self._failed: set[Arm] = set()
-        """Prediction classes in which a trial failed for a reason other than memory."""
         self._asked: list[Candidate] = []
         """Candidates that were predicted."""
         self._checks: list[tuple[Arm, bool]] | None = None
-        self._checkable: bool | None = None
         self._trusted: dict[Arm, bool] = {}
         """Results of ``trusted`` by prediction class, kept since it is called very often."""
         self.version = 0
@@ -264,12 +247,10 @@ class MemoryModel:
         elif isinstance(outcome, OutOfMemory) and outcome.where == "device" and not outcome.disturbed:
             cap = self._ceiling.cap_bytes if cap_bytes is None else cap_bytes
             self._ran_out[candidate] = max(cap, self._ran_out.get(candidate, 0))
-        elif isinstance(outcome, Failed):
-            self._failed.add(prediction_class(candidate.arm))
 
     def _forget(self) -> None:
         """Drop values derived from earlier predictions and measurements."""
-        self._checks = self._checkable = None
+        self._checks = None
         self._trusted = {}
 
     def _agreements(self) -> list[tuple[Arm, bool]]:
@@ -305,47 +286,9 @@ class MemoryModel:
             self._trusted[of_class] = any(every) and all(own or every)
         return self._trusted[of_class]
 
-    def surely_over(self, candidate: Candidate) -> bool:
-        """Return whether predictions rule the candidate out: the lower end of its memory exceeds the line.
-
-        Allocated and reserved bytes are compared; of DeepSpeed only allocated ones, since its reserved bytes are an
-        estimate. Only predictions that are ``trusted`` rule a candidate out for good. Before the first check it is
-        ruled out as long as a candidate that may fit is left to try.
-        """
-        if self._may_fit(candidate) is not False:
-            return False
-        return self.trusted(candidate.arm) or (not self._agreements() and self._can_be_checked())
-
-    def _may_fit(self, candidate: Candidate) -> bool | None:
-        """Return whether the lower end of a candidate's predicted memory fits; ``None`` without a prediction."""
-        predicted, arm = self.prediction(candidate), candidate.arm
-        if predicted is None:
-            return None
-        least_bytes = math.ceil(predicted.peak_allocated_bytes * (1 - _ALLOCATED_DOUBT))
-        may_fit = self._ceiling.bounds.fits(least_bytes)
-        if arm.zero_stage is not None:
-            return may_fit
-        least_reserved_bytes = reserved_interval(predicted, arm)[0]
-        if arm.ranks == 1:
-            # What is allocated may be less than predicted, and so what is reserved for it.
-            doubted = math.ceil(predicted.peak_reserved_bytes * (1 - _ALLOCATED_DOUBT))
-            least_reserved_bytes = min(least_reserved_bytes, doubted)
-        return may_fit and self._ceiling.bounds.fits(least_reserved_bytes)
-
     def expects_a_fit(self) -> bool:
         """Return whether any candidate is predicted to fit, or a trial has checked a prediction."""
         return bool(self._agreements()) or any(self.likely_fits(candidate) for candidate in self._asked)
-
-    def _can_be_checked(self) -> bool:
-        """Return whether a trial that could check a prediction is left: a candidate that may fit."""
-        if self._checkable is None:
-            self._checkable = any(
-                prediction_class(candidate.arm) not in self._failed
-                and not any(_needs_no_less(candidate, over) for over in self._ran_out)
-                and self._may_fit(candidate)
-                for candidate in self._asked
-            )
-        return self._checkable
 
     def likely_fits(self, candidate: Candidate) -> bool | None:
         """Return whether the upper end of the predicted memory is under the line; ``None`` without a prediction."""

@@ -20,7 +20,8 @@ from autotune.core.statistics import difference
 from autotune.core.units import format_deviation, format_groups, is_lopsided
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.bottleneck import Limit, describe_limit, what_limits
-from autotune.estimate.history import Tried, speed_of
+from autotune.estimate.chance import Chances
+from autotune.estimate.history import Tried, batch_of, speed_of
 from autotune.estimate.pooling import Speed
 from autotune.estimate.step_time import peak_flops
 from autotune.results.report import Report, measurement
@@ -76,19 +77,18 @@ def expert_of(report: Report) -> Expert | None:
     tried = _tried_by_experts(report)
     if not tried:
         return None
-    fastest = max(tried, key=speed_of)
-    bf16 = [t for t in tried if t.candidate.arm.precision == "bf16"]
-    of_precision = bf16 or [t for t in tried if t.candidate.arm.precision == fastest.candidate.arm.precision]
+    preferred = max(tried, key=lambda t: (t.candidate.arm.precision == "bf16", speed_of(t))).candidate.arm.precision
+    of_precision = [t for t in tried if t.candidate.arm.precision == preferred]
     plain = [t for t in of_precision if not t.candidate.arm.gradient_checkpointing] or of_precision
     largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)))
     candidate, speed, may_be_larger = largest.candidate, speed_of(largest), False
-    farthest_batch = _FARTHEST * candidate.per_device_train_batch_size
-    # Of trials with the same batch but other accumulations, the last counts.
-    alike = {t.candidate.per_device_train_batch_size: t for t in plain if t.candidate.arm == candidate.arm}
-    measured = {batch: alike[batch].measurement for batch in sorted(alike)}
-    peaks = [(batch, each.judged_bytes(candidate.arm)) for batch, each in measured.items() if each is not None]
-    times = [(batch, batch / each.samples_per_second) for batch, each in measured.items() if each is not None]
-    while (larger := _at_larger_batch(report, candidate)) is not None and not report.history.is_ruled_out(larger):
+    farthest = _FARTHEST * candidate.per_device_train_batch_size
+    # Of several accumulations of a batch, the last counts.
+    measured = {batch_of(t): t.measurement for t in plain if t.candidate.arm == candidate.arm}
+    peaks = sorted((batch, each.judged_bytes(candidate.arm)) for batch, each in measured.items() if each is not None)
+    times = sorted((batch, batch / each.samples_per_second) for batch, each in measured.items() if each is not None)
+    chances = Chances(report.history)
+    while (larger := _larger(report, candidate)) is not None and not chances.rules_out(larger):
         batch = larger.per_device_train_batch_size
         is_predictable = len(peaks) > 1 and batch <= farthest_batch
         if is_predictable and not report.ceiling.bounds.fits(int(_extrapolated(peaks, batch))):

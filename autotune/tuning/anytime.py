@@ -120,7 +120,7 @@ class Anytime:
         if best is None or not self._space.resorts:
             return []
         arm, larger = best.candidate.arm, self._neighbours(best.candidate, larger=True)
-        if not arm.gradient_checkpointing and not any(history.is_ruled_out(each) for each in larger[:1]):
+        if not arm.gradient_checkpointing and not any(map(Chances(history).rules_out, larger[:1])):
             return []
         return [changed(arm, **{name: True}) for name in sorted(self._space.resorts)]
 

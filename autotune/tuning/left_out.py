@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from autotune.core.candidate import Arm
-from autotune.estimate.chance import Chances
-from autotune.estimate.feasibility import LEAST_CHANCE, Judge
+from autotune.estimate.chance import LEAST_CHANCE, Chances
+from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, speed_of
 from autotune.estimate.speed_model import SpeedModel
 from autotune.space.space import Space

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, TypeVar
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_seconds, plural
+from autotune.estimate.chance import Chances
 from autotune.estimate.history import History, Tried, ran_in_full
 from autotune.space.space import next_loader
 from autotune.store.records import NOTHING_LEFT, Repeats, Stage, Stop, StopReason, TrialRecord
@@ -301,7 +302,7 @@ class Plan:
         request, baseline = self._request, self._prepared.baseline
         if not request.wants_baseline or self.history.attempts(baseline):
             return False
-        return request.workload.source is not None or not self.history.is_ruled_out(baseline)
+        return request.workload.source is not None or not Chances(self.history).rules_out(baseline)
 
     def done(self) -> Stop | None:
         """Return why the policy has nothing more to propose; ``None`` if it may have."""

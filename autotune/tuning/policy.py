@@ -20,8 +20,8 @@ import numpy as np
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.options import OPTUNA_SAMPLERS, Objective, SamplerName
-from autotune.estimate.chance import Chances
-from autotune.estimate.feasibility import LEAST_CHANCE, Judge
+from autotune.estimate.chance import LEAST_CHANCE, Chances
+from autotune.estimate.feasibility import Judge
 from autotune.estimate.history import History, Tried, batch_of, failed_without_verdict, speed_of
 from autotune.estimate.speed_model import Floats, SpeedModel, extra_seconds
 from autotune.space.arms import memory_class, never_slower

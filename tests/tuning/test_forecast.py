@@ -8,21 +8,25 @@ import pytest
 from recorded import EFFECTIVE_64, RecordedRunner
 from searching import FACTS, RecordingObserver, new_store, request
 
-from autotune.core.candidate import Arm, Candidate, Strategy
+from autotune.core.candidate import Arm, Candidate
 from autotune.core.messages import Answer
-from autotune.core.outcome import Completed, Failed, Measurement, OutOfMemory
+from autotune.core.outcome import Completed, Failed, Measurement, Outcome, OutOfMemory
 from autotune.core.prediction import MemoryPrediction, Operations, PredictionAnswer, PredictionWork
 from autotune.core.schema import decode, encode
 from autotune.core.units import GIB, MIB
 from autotune.devices.gpus import CHIPS
 from autotune.devices.host import HostMemory
+from autotune.estimate.chance import Chances
+from autotune.estimate.history import History, Tried
 from autotune.estimate.memory import MemoryModel, Question, questions, reserved_interval
 from autotune.execution.executor import TrialJob
 from autotune.space.arms import changed
+from autotune.space.space import Batches, Space
 from autotune.store.repository import Store
 from autotune.tuning.answer_cache import AnswerCache, KeptPredictions
 from autotune.tuning.forecast import Forecast, Target, forecast_of
 from autotune.tuning.loop import Search
+from autotune.tuning.policy import Acquisition, MaxBatchPolicy, Policy
 from autotune.tuning.prepare import Prepared, prepare
 
 # bf16 and tf32, sdpa, with and without checkpointing and accumulation, predicted for 24 GiB on an H200:
@@ -348,6 +352,14 @@ def peak(mib: int) -> Completed:
 LINE_MIB = prepared().ceiling.line_bytes // MIB
 
 
+def rules_out(model: MemoryModel, candidate: Candidate, *ended: tuple[Candidate, Outcome]) -> bool:
+    """Whether the predictions and trials that ended rule a candidate out."""
+    history = History(prepared().ceiling, memory=model)
+    for number, (tried, outcome) in enumerate(ended):
+        history.add(Tried(str(number), tried, outcome))
+    return Chances(history).rules_out(candidate)
+
+
 def test_what_is_reserved_is_predicted_as_an_interval() -> None:
     plain, checkpointed = Arm("bf16"), Arm("bf16", True)
     model = model_of(
@@ -376,68 +388,55 @@ def test_the_gradients_must_fit_once_more_under_ddp() -> None:
         model.add(Question(arm, ((8, 1), (16, 4), (32, 2)), None), PredictionAnswer(predicted, None, operations))
         assert [model.likely_fits(Candidate(arm, batch, steps)) for batch, steps, _ in batches] == fits
         # A trial decides: it is ruled out only by what it needs beyond doubt.
-        model.learn(Candidate(arm, 8, 1), peak(12000))
-        assert not model.surely_over(Candidate(arm, 32, 2))
+        assert not rules_out(model, Candidate(arm, 32, 2), (Candidate(arm, 8, 1), peak(12000)))
 
 
-def test_an_unchecked_prediction_rules_nothing_out() -> None:
-    over = Candidate(Arm("bf16"), 64, 1)
-    model = model_of((Arm("tf32"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
-    assert model.surely_over(over), "it waits for what is predicted to fit"
-    assert not model.trusted(over.arm)
+def test_what_an_unchecked_prediction_rules_out_waits_for_what_may_fit() -> None:
+    fits, over = Candidate(Arm("tf32"), 64, 1), Candidate(Arm("bf16"), 64, 1)
+    space, predicted_over = Space([over.arm, fits.arm], Batches(64, only=64)), (over.arm, 64, 1, 2 * LINE_MIB)
+    assert not rules_out(model_of(predicted_over), over), "nothing is predicted to fit"
     for nothing_fits in (OutOfMemory("CUDA out of memory"), Failed("error", "broken")):
-        model = model_of((Arm("tf32"), 16, 4, 14000), (Arm("bf16"), 64, 1, 2 * LINE_MIB))
-        model.learn(Candidate(Arm("tf32"), 16, 4), nothing_fits)
-        assert not model.surely_over(over)
+        for policy in (Acquisition(space), MaxBatchPolicy(space), Policy(space)):
+            history = History(prepared().ceiling, memory=model_of((fits.arm, 64, 1, 14000), predicted_over))
+            assert policy.next(history) == fits
+            history.add(Tried("0", fits, nothing_fits))
+            assert policy.next(history) == over
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_on_one_gpu_what_is_reserved_rules_out_with_the_doubt_of_what_is_allocated(checkpointing: bool) -> None:
-    """A peak may be 5 % below its prediction, and so may what is reserved for it."""
-    arm = Arm("bf16", checkpointing)
+@pytest.mark.parametrize(
+    ("arm", "ratio", "may_fit", "over"),
+    [
+        *((Arm("bf16", checkpointing), 1.0, 1.02, 1.08) for checkpointing in (False, True)),
+        *((Arm("bf16", checkpointing), 0.951, 1.04, 1.13) for checkpointing in (False, True)),
+        # Llama-3.2-1B on two H200, sharded: 8 × 4 reserved 22.1 GiB and ran out of memory with 20.8 allocated.
+        *((Arm("bf16", True, strategy=strategy, ranks=2), 1.0, 1.01, 1.02) for strategy in ("fsdp", "ddp")),
+        (Arm("bf16", True, strategy="zero3", ranks=2), 1.0, 1.02, 1.08),
+    ],
+)
+def test_what_is_reserved_rules_out_as_measured_peaks_tell(arm: Arm, ratio: float, may_fit: float, over: float) -> None:
+    """A peak may be 5 % below its prediction, and then other peaks of the arm may be."""
     model = model_of((arm, 4, 8, 14000), (arm, 8, 4, LINE_MIB - 2000))
-    model.learn(Candidate(arm, 4, 8), peak(round(14000 * 0.951)))
     known = model.prediction(Candidate(arm, 8, 4))
-    for times, rules_out in ((1.04, False), (1.08, True)):
+    for times, is_over in ((may_fit, False), (over, True)):
         told = dataclasses.replace(known, peak_reserved_bytes=round(LINE_MIB * times) * MIB, runs_out=True, fits=False)
         model.add(Question(arm, ((8, 4),), None), PredictionAnswer((told,), None))
-        assert model.surely_over(Candidate(arm, 8, 4)) is rules_out
-
-
-@pytest.mark.parametrize(("strategy", "rules_out"), [("fsdp", True), ("ddp", True), ("zero3", False), (None, False)])
-def test_of_several_ranks_what_is_reserved_rules_out_too(strategy: Strategy | None, rules_out: bool) -> None:
-    """Llama-3.2-1B on two H200, sharded: 8 × 4 reserved 22.1 GiB and ran out of memory with 20.8 allocated."""
-    arm = Arm("bf16", True, strategy=strategy, ranks=2 if strategy else 1)
-    model = model_of((arm, 4, 8, 14000), (arm, 8, 4, LINE_MIB - 2000))
-    over = Candidate(arm, 8, 4)
-    known = model.prediction(over)
-    loose = dataclasses.replace(known, peak_reserved_bytes=round(LINE_MIB * 1.02) * MIB, runs_out=True, fits=False)
-    model.add(Question(arm, ((8, 4),), None), PredictionAnswer((loose,), None))
-    assert model.surely_over(over) is rules_out, "it waits for what is predicted to fit"
-    model.learn(Candidate(arm, 4, 8), peak(14000))
-    assert model.surely_over(over) is rules_out
-    near = dataclasses.replace(loose, peak_reserved_bytes=round(LINE_MIB * 1.01) * MIB)
-    model.add(Question(arm, ((8, 4),), None), PredictionAnswer((near,), None))
-    assert not model.surely_over(over)
+        assert rules_out(model, Candidate(arm, 8, 4), (Candidate(arm, 4, 8), peak(round(14000 * ratio)))) is is_over
 
 
 def test_a_prediction_that_a_trial_contradicted_rules_nothing_out() -> None:
     # The predicted slope is twice the real one: 32 is predicted at 31 GiB, and needs 18.
     rows = [(Arm("bf16"), batch, 64 // batch, 4096 + 850 * batch) for batch in (8, 16, 32)]
-    model = model_of(*rows)
-    for batch in (8, 16):
-        model.learn(Candidate(Arm("bf16"), batch, 64 // batch), peak(4096 + 425 * batch))
-    largest = Candidate(Arm("bf16"), 32, 2)
-    assert not model.surely_over(largest)
+    model, largest = model_of(*rows), Candidate(Arm("bf16"), 32, 2)
+    ended = [(Candidate(Arm("bf16"), batch, 64 // batch), peak(4096 + 425 * batch)) for batch in (8, 16)]
+    assert not rules_out(model, largest, *ended)
     assert not model.trusted(largest.arm)
 
 
 def test_a_class_without_measurements_is_trusted_only_while_no_other_disagrees() -> None:
     rows = [(Arm(name, checkpointed), 16, 4, 10000) for name in ("bf16", "tf32") for checkpointed in (False, True)]
     model = model_of(*rows, (Arm("tf32"), 64, 1, 2 * LINE_MIB))
-    model.learn(Candidate(Arm("bf16"), 16, 4), peak(10100))
+    assert rules_out(model, Candidate(Arm("tf32"), 64, 1), (Candidate(Arm("bf16"), 16, 4), peak(10100)))
     assert model.trusted(Arm("tf32"))
-    assert model.surely_over(Candidate(Arm("tf32"), 64, 1))
     model.learn(Candidate(Arm("bf16", True), 16, 4), peak(8000))
     assert model.trusted(Arm("bf16"))
     assert not model.trusted(Arm("bf16", True))

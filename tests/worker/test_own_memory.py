@@ -18,6 +18,8 @@ from autotune.core.prediction import PredictionWork
 from autotune.core.training_source import find_script, find_trainer
 from autotune.core.units import MIB
 from autotune.core.workload import Workload
+from autotune.estimate.chance import Chances
+from autotune.estimate.history import History
 from autotune.tuning.forecast import forecast_of
 from autotune.tuning.loop import Search
 from autotune.tuning.prepare import prepare
@@ -155,7 +157,7 @@ def test_a_search_tries_no_size_that_is_predicted_not_to_fit(
     assert max(candidate.per_device_train_batch_size for candidate in tried) == 1024
     plain = Arm("fp32", optim=model.own.arm.optim)
     too_large = [Candidate(plain, 2048, 2), Candidate(plain, 4096, 1)]
-    assert all(forecast.model.surely_over(candidate) for candidate in too_large)
+    assert all(map(Chances(History(ready.ceiling, memory=forecast.model)).rules_out, too_large))
     assert not tried.intersection(too_large)
 
 
