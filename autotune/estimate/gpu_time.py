@@ -103,48 +103,51 @@ class GpuModel:
     """Predicts GPU time on one chip in one precision."""
 
     def __init__(self, rates: Rates, precision: Precision, efficiencies: Efficiencies = EFFICIENCIES) -> None:
+        """Compute the rates that matrix products reach in 16 bits and in float32, from a chip's specified rates."""
         self._rates, self._precision, self._efficiencies = rates, precision, efficiencies
-        self._bandwidth = rates.bandwidth_bytes_per_second
-        own = efficiencies
-        half_rate = rates.sums_at_half_rate
-        self._half = rates.half_flops * (own.half_rate_products if half_rate else own.half_products)
-        self._single = rates.fp32_flops * own.fp32_products
-        tf32 = (rates.tf32_flops or 0.0) * (own.half_rate_products if half_rate else own.tf32_products)
-        self._uses_tf32 = precision == "tf32" and tf32 > self._single
-        if self._uses_tf32:
-            self._single = tf32
+        half_share, tf32_share = efficiencies.half_products, efficiencies.tf32_products
+        if rates.sums_at_half_rate:
+            half_share = tf32_share = efficiencies.half_rate_products
+        self._half_flops = rates.half_flops * half_share
+        fp32_flops, tf32_flops = rates.fp32_flops * efficiencies.fp32_products, (rates.tf32_flops or 0.0) * tf32_share
+        self._uses_tf32 = precision == "tf32" and tf32_flops > fp32_flops
+        self._float32_flops = tf32_flops if self._uses_tf32 else fp32_flops
 
     def seconds(self, operation: Operation, batch: int) -> float:
-        """Return the seconds of one operation at a per-device batch."""
-        least = self._efficiencies.kernel_seconds * _KERNELS.get(operation.kind, 1.0)
+        """Return the GPU seconds of one operation at a per-device batch: of its empty kernels, and of its work.
+
+        Its work takes as long as the slower of its arithmetic and its memory traffic.
+        """
+        empty_seconds = self._efficiencies.kernel_seconds * _KERNELS.get(operation.kind, 1.0)
         if operation.kind == "matrix_product":
-            return least + self._product_seconds(operation, batch)
+            return empty_seconds + self._product_seconds(operation, batch)
         size_bytes = amount_at(operation.bytes, batch)
+        traffic_seconds = self._traffic_seconds(size_bytes, self._bandwidth_share(operation.kind))
         if operation.kind in ("attention", "attention_backward"):
-            traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
-            return least + max(self._attention_seconds(operation, batch), traffic)
+            return empty_seconds + max(self._attention_seconds(operation, batch), traffic_seconds)
         if operation.kind == "convolution":
-            rate = self._product_rate(operation.dtype) * self._efficiencies.convolution
-            traffic = self._traffic_seconds(size_bytes, self._efficiencies.elementwise)
-            return least + max(amount_at(operation.flops, batch) / rate, traffic)
-        return least + self._traffic_seconds(size_bytes, self._bandwidth_share(operation.kind))
+            flops_per_second = self._product_rate(operation.dtype) * self._efficiencies.convolution
+            return empty_seconds + max(amount_at(operation.flops, batch) / flops_per_second, traffic_seconds)
+        return empty_seconds + traffic_seconds
 
     def _bandwidth_share(self, kind: str) -> float:
-        """Return the fraction of the memory bandwidth that kernels of a kind reach."""
+        """Return the share of the memory bandwidth that the kernels of one kind of operation reach."""
         if kind == "fused_update":
             return self._efficiencies.update
-        if kind in ("fill", "unknown"):
+        if kind in ("fill", "unknown", "attention", "attention_backward", "convolution"):
             return self._efficiencies.elementwise
         share: float = getattr(self._efficiencies, kind)
         return share
 
     def _product_rate(self, dtype: str) -> float:
-        return self._half if dtype in _HALF else self._single
+        """Return the floating-point operations per second that large matrix products of a dtype reach."""
+        return self._half_flops if dtype in _HALF else self._float32_flops
 
     def _attention_seconds(self, operation: Operation, batch: int) -> float:
-        """Return the seconds of attention in whole tiles, which short sequences, causal masks and dropout slow down."""
+        """Return the seconds of attention's arithmetic in whole tiles; short sequences, masks and dropout slow it."""
         own = self._efficiencies
-        length, keys = (amount_at(size, batch) for size in operation.shape[2:4])
+        # ``shape`` has batch, heads, queries, keys and the size of a head, then four options that are 0 or 1.
+        queries, keys = (amount_at(size, batch) for size in operation.shape[2:4])
         is_flash, _, drops, is_causal = (option[1] for option in operation.shape[5:9])
         backward = operation.kind == "attention_backward"
         if is_flash and backward:
@@ -153,13 +156,13 @@ class GpuModel:
             ramp, causal, dropout = own.flash_forward_ramp, 0.0, own.flash_dropout
         else:
             ramp, causal, dropout = own.efficient_ramp, own.efficient_causal, own.efficient_dropout
-        longer = 1 + (ramp + causal * is_causal) / keys + dropout * drops * (1 + is_causal)
-        tiles = math.ceil(length / _ATTENTION_TILE) * math.ceil(keys / _ATTENTION_TILE)
-        whole = tiles * _ATTENTION_TILE**2 / (length * keys)
-        return amount_at(operation.flops, batch) * whole * longer / self._attention_rate(operation)
+        slowdown = 1 + (ramp + causal * is_causal) / keys + dropout * drops * (1 + is_causal)
+        tiles = math.ceil(queries / _ATTENTION_TILE) * math.ceil(keys / _ATTENTION_TILE)
+        padding_factor = tiles * _ATTENTION_TILE**2 / (queries * keys)
+        return amount_at(operation.flops, batch) * padding_factor * slowdown / self._attention_rate(operation)
 
     def _attention_rate(self, operation: Operation) -> float:
-        """Return the floating-point rate of an attention kernel."""
+        """Return the floating-point operations per second that an attention kernel reaches with long sequences."""
         own = self._efficiencies
         backward = operation.kind == "attention_backward"
         if operation.dtype not in _HALF:
@@ -170,14 +173,15 @@ class GpuModel:
         return self._rates.half_flops * (own.efficient_backward if backward else own.efficient_forward)
 
     def _product_seconds(self, operation: Operation, batch: int) -> float:
-        """Return the seconds of a matrix product: of its best tiling, or of its memory traffic if that is slower."""
+        """Return the seconds of a matrix product: of its fastest tiling, or of its memory traffic if that is slower."""
         products, rows, columns, inner = (amount_at(size, batch) for size in operation.shape)
         item_bytes = 2 if operation.dtype in _HALF else 4
         rate = self._product_rate(operation.dtype)
-        fixed = [size[1] for size in operation.shape[1:] if size[0] == 0]
-        if any(number > 1 and number * item_bytes % _ALIGNMENT_BYTES for number in fixed):
-            rate *= self._unaligned(operation.dtype)
-        best = math.inf
+        # Only sizes that do not grow with the batch count: these are the lengths of rows.
+        row_lengths = [size[1] for size in operation.shape[1:] if size[0] == 0]
+        if any(length > 1 and length * item_bytes % _ALIGNMENT_BYTES for length in row_lengths):
+            rate *= self._unaligned_factor(operation.dtype)
+        fastest_seconds = math.inf
         for tile_rows, tile_columns, share in _TILES:
             tiles = products * math.ceil(rows / tile_rows) * math.ceil(columns / tile_columns)
             for parts in _SPLITS:
@@ -187,55 +191,62 @@ class GpuModel:
                 steps = inner / parts + self._efficiencies.product_overhead
                 seconds = waves * 2 * tile_rows * tile_columns * steps * self._rates.multiprocessors / (rate * share)
                 if parts > 1:
-                    added = (parts + 1) * 4 * products * rows * columns
-                    seconds += self._traffic_seconds(added, self._efficiencies.elementwise)
-                best = min(best, seconds)
-        moved = item_bytes * products * (rows * inner + inner * columns + rows * columns)
-        return max(best, self._traffic_seconds(moved, self._efficiencies.product_traffic))
+                    # Each part writes its float32 sums, which are then read and added.
+                    sums_bytes = (parts + 1) * 4 * products * rows * columns
+                    seconds += self._traffic_seconds(sums_bytes, self._efficiencies.elementwise)
+                fastest_seconds = min(fastest_seconds, seconds)
+        moved_bytes = item_bytes * products * (rows * inner + inner * columns + rows * columns)
+        return max(fastest_seconds, self._traffic_seconds(moved_bytes, self._efficiencies.product_traffic))
 
-    def _unaligned(self, dtype: str) -> float:
-        """Return the factor on the rate, 1 or less, of products whose rows are not aligned for tensor cores."""
+    def _unaligned_factor(self, dtype: str) -> float:
+        """Return the factor, 1 or less, on the rate of products whose rows are not aligned for tensor cores."""
         if dtype in _HALF:
             return self._efficiencies.unaligned_half_products
         # Without tensor cores, elements are loaded one by one anyway.
         return self._efficiencies.unaligned_tf32_products if self._uses_tf32 else 1.0
 
     def _traffic_seconds(self, size_bytes: float, share: float) -> float:
-        return size_bytes / (self._bandwidth * share)
+        """Return the seconds to move some bytes at a share of the memory bandwidth."""
+        return size_bytes / (self._rates.bandwidth_bytes_per_second * share)
 
     def accumulation_seconds(self, operations: Operations) -> float:
-        """Return the seconds of adding a further micro-step's gradients, with two reads and one write."""
-        own = self._efficiencies
-        traffic = self._traffic_seconds(3 * operations.gradient_bytes, own.elementwise)
-        return operations.gradient_tensors * own.kernel_seconds + traffic
+        """Return the seconds of adding one further micro-step's gradients to those of earlier micro-steps."""
+        # Two reads and one write of each gradient.
+        traffic_seconds = self._traffic_seconds(3 * operations.gradient_bytes, self._efficiencies.elementwise)
+        return operations.gradient_tensors * self._efficiencies.kernel_seconds + traffic_seconds
 
     def clipping_seconds(self, operations: Operations) -> float:
-        """Return the seconds of the norm of all gradients and of scaling them; in fp16 they are unscaled as well."""
+        """Return the seconds of clipping: the norm of all gradients is computed, then they are scaled."""
+        # A read for the norm, a read and a write for scaling. In fp16, undoing the loss scale is a read and a write.
         passes = 5 if self._precision == "fp16" else 3
         return self._traffic_seconds(passes * operations.gradient_bytes, self._efficiencies.elementwise)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTime:
-    """Seconds for which the GPU computes in the parts of a step."""
+    """Seconds for which the GPU computes in the parts of an optimizer step."""
 
     forward: float
+    """In each micro-step."""
     backward: float
-    """Including what checkpoints recompute."""
+    """In each micro-step, including the layers that checkpoints recompute."""
     accumulation: float
-    """For each micro-step but the first."""
+    """To add gradients, in each micro-step but the first."""
     update: float
     """Including the clipping of gradients."""
     by_kind: dict[str, float]
-    """Seconds of a whole step by kind of operation."""
+    """Seconds of the whole optimizer step by kind of operation."""
 
     def of_step(self, accumulation: int) -> float:
-        """Return the seconds of a step of ``accumulation`` micro-steps."""
+        """Return the seconds of an optimizer step of ``accumulation`` micro-steps."""
         return accumulation * (self.forward + self.backward) + (accumulation - 1) * self.accumulation + self.update
 
 
 def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: int) -> GpuTime:
-    """Return the seconds for which the GPU computes in a step of ``accumulation`` micro-steps at a per-device batch."""
+    """Predict for how long the GPU computes in an optimizer step of ``accumulation`` micro-steps.
+
+    ``operations`` are those of one traced micro-step and one update, ``batch`` is the per-device batch.
+    """
     parts = {"forward": 0.0, "backward": 0.0, "recomputation": 0.0, "update": 0.0}
     by_kind: dict[str, float] = {}
     for operation in operations.rows:
@@ -247,21 +258,21 @@ def gpu_time(operations: Operations, model: GpuModel, batch: int, accumulation: 
         times = 1 if operation.part == "update" else accumulation
         by_kind[operation.kind] = by_kind.get(operation.kind, 0.0) + times * seconds
     adding, clipping = model.accumulation_seconds(operations), model.clipping_seconds(operations)
-    by_kind["gradient_accumulation"] = (accumulation - 1) * adding
-    by_kind["gradient_clipping"] = clipping
-    return GpuTime(
-        parts["forward"], parts["backward"] + parts["recomputation"], adding, parts["update"] + clipping, by_kind
-    )
+    by_kind |= {"gradient_accumulation": (accumulation - 1) * adding, "gradient_clipping": clipping}
+    backward = parts["backward"] + parts["recomputation"]
+    return GpuTime(parts["forward"], backward, adding, parts["update"] + clipping, by_kind)
 
 
 FITTED_CHIP = "h200"
 """Constants were fitted to this chip, so its matrix product rates are not corrected."""
-_MOST = 1.6
+_MOST_FACTOR = 1.6
 """Largest factor between a measured and a predicted rate that is believed, as wide as the interval of other GPUs."""
 
 
 def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
-    """Return the chip with its link corrected by measurements and, but for the fitted chip, its matrix product rates.
+    """Return the chip with specified rates replaced by measured ones: of its link, and of its matrix products.
+
+    Matrix products of the chip that the constants were fitted to stay. Without ``measured``, the chip stays as it is.
 
     With published micro-benchmarks of four GPUs in place of measured ones, the median error of their published
     throughputs fell from 14.6 to 7.0 % in float32 and from 9.2 to 3.0 % in TF32, and rose from 22.7 to 23.7 % in fp16
@@ -281,7 +292,7 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
         ("tf32", "tf32", "float32"),
         ("fp32", "fp32", "float32"),
     )
-    factors = {kind: _factor(rates, precision, dtype, kind, measured) for kind, precision, dtype in kinds}
+    factors = {kind: _rate_factor(rates, precision, dtype, kind, measured) for kind, precision, dtype in kinds}
     corrected = replace(
         rates,
         half_flops=rates.half_flops * factors["half"],
@@ -292,11 +303,12 @@ def calibrated(chip: Chip, measured: Calibration | None) -> Chip:
     return replace(chip, rates=corrected) if corrected.sums_at_half_rate == rates.sums_at_half_rate else chip
 
 
-def _factor(rates: Rates, precision: Precision, dtype: str, kind: str, measured: Calibration) -> float:
-    """Return measured over predicted rate of a product; 1 where the rate was not measured or is implausible."""
-    measured_rate, side = measured.product_flops.get(kind), measured.product_size
-    if not measured_rate:
+def _rate_factor(rates: Rates, precision: Precision, dtype: str, kind: str, measured: Calibration) -> float:
+    """Return measured over predicted rate of a square matrix product; 1 where none was measured, or implausibly."""
+    measured_flops, side = measured.product_flops.get(kind), measured.product_size
+    if not measured_flops:
         return 1.0
     product = Operation("forward", "matrix_product", dtype, (0, 0), (0, 0), ((0, 1), *[(0, side)] * 3), 1)
-    factor = measured_rate * GpuModel(rates, precision).seconds(product, 1) / (2 * side**3)
-    return factor if 1 / _MOST <= factor <= _MOST else 1.0
+    predicted_seconds = GpuModel(rates, precision).seconds(product, 1)
+    factor = measured_flops * predicted_seconds / (2 * side**3)
+    return factor if 1 / _MOST_FACTOR <= factor <= _MOST_FACTOR else 1.0

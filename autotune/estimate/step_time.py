@@ -73,29 +73,34 @@ class Exchange:
 
 
 def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Case = "usual") -> Exchange:
-    """Return the communication that FSDP adds to a candidate's steps on GPUs of one host.
+    """Return the communication that FSDP adds to a candidate's optimizer steps on GPUs of one host.
 
-    In a ring each rank receives all parts of the others once. In bf16 and fp16, weights are gathered and gradients
+    In a ring each rank receives the parts of all other ranks once. In bf16 and fp16, weights are gathered and gradients
     reduced in 16 bits (accelerate's mixed precision of FSDP2). Under hybrid sharding, ranks of different groups then
-    all-reduce the gradients of their part. Raises the errors of ``exchange``.
+    all-reduce the gradients of their part. Raises ``InvalidRequestError`` for GPUs without a known link.
     """
     arm, link = candidate.arm, _link(chip)
     exchanged_bytes = operations.gradient_bytes / (2 if arm.precision in ("bf16", "fp16") else 1)
-    sent = (arm.sharing - 1) / arm.sharing * exchanged_bytes
-    gathered = link.group_gather if arm.dp_shard_size else link.all_gather
-    gather, reduce = (link.cases(how)[_CASES.index(case)] for how in (gathered, link.all_reduce))
-    gathers = candidate.gradient_accumulation_steps * (1 if arm.strategy == "fsdp-keep" else 2)
+    sent_bytes = (arm.sharing - 1) / arm.sharing * exchanged_bytes
+    all_gather = link.group_gather if arm.dp_shard_size else link.all_gather
+    gather, all_reduce = (link.cases(collective)[_CASES.index(case)] for collective in (all_gather, link.all_reduce))
+    keeps_weights = arm.strategy == "fsdp-keep"
+    # Weights that are freed after the forward pass are gathered again for the backward pass.
+    gathers = candidate.gradient_accumulation_steps * (1 if keeps_weights else 2)
     reductions = candidate.gradient_accumulation_steps if arm.sync_each_batch else 1
     tensors = operations.gradient_tensors
-    units = max(1, tensors // _PARAMETERS_OF_LAYER)
+    # FSDP communicates layer by layer.
+    layers = max(1, tensors // _PARAMETERS_OF_LAYER)
     groups = arm.ranks // arm.sharing
-    between = 2 * (groups - 1) / groups * exchanged_bytes / arm.sharing
-    summed = units * reduce.call_seconds + between / reduce.bytes_per_second if groups > 1 else 0.0
-    host = _GATHER_HOST_SECONDS + (0.0 if arm.strategy == "fsdp-keep" else _GATHER_AGAIN_HOST_SECONDS)
+    bytes_between_groups = 2 * (groups - 1) / groups * exchanged_bytes / arm.sharing
+    between_groups = 0.0
+    if groups > 1:
+        between_groups = layers * all_reduce.call_seconds + bytes_between_groups / all_reduce.bytes_per_second
+    host = _GATHER_HOST_SECONDS + (0.0 if keeps_weights else _GATHER_AGAIN_HOST_SECONDS)
     return Exchange(
-        exchanged=(gathers + reductions) * (units * gather.call_seconds + sent / gather.bytes_per_second)
-        + reductions * summed,
-        shown=2 * (gather.call_seconds + sent / units / gather.bytes_per_second) + summed / units,
+        exchanged=(gathers + reductions) * (layers * gather.call_seconds + sent_bytes / gather.bytes_per_second)
+        + reductions * between_groups,
+        shown=2 * (gather.call_seconds + sent_bytes / layers / gather.bytes_per_second) + between_groups / layers,
         host_micro_step=host * tensors,
         host_step=_SHARDED_UPDATE_HOST_SECONDS * tensors,
     )
@@ -110,18 +115,19 @@ def _link(chip: Chip) -> Link:
 
 
 def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual") -> Exchange:
-    """Return what DDP's all-reduce of gradients adds to the steps of a rank, on GPUs of one host.
+    """Return what DDP's all-reduce of gradients adds to the optimizer steps of a rank, on GPUs of one host.
 
-    A ring sends each byte 2 (n - 1) / n times. Raises ``InvalidRequestError`` for GPUs without a known link.
+    A ring of n ranks sends each byte 2 (n - 1) / n times. Raises ``InvalidRequestError`` for GPUs without a known link.
     """
     link, rates = _link(chip), chip.rates
     assert rates is not None
-    reduce = link.cases(link.all_reduce)[_CASES.index(case)]
-    sent = 2 * (ranks - 1) / ranks / reduce.bytes_per_second
+    all_reduce = link.cases(link.all_reduce)[_CASES.index(case)]
+    seconds_per_byte = 2 * (ranks - 1) / ranks / all_reduce.bytes_per_second
+    # Rounded up: the last bucket may be partly filled.
     buckets = max(1, -(-operations.gradient_bytes // _BUCKET_BYTES))
     return Exchange(
-        exchanged=buckets * reduce.call_seconds + sent * operations.gradient_bytes,
-        shown=reduce.call_seconds + sent * min(_BUCKET_BYTES, operations.gradient_bytes),
+        exchanged=buckets * all_reduce.call_seconds + seconds_per_byte * operations.gradient_bytes,
+        shown=all_reduce.call_seconds + seconds_per_byte * min(_BUCKET_BYTES, operations.gradient_bytes),
         copies=_COPIES * operations.gradient_bytes / (rates.bandwidth_bytes_per_second * EFFICIENCIES.copy),
     )
 
@@ -148,6 +154,7 @@ class HostSpeed:
     micro_step_seconds: float = 1.7e-3
     """Seconds before the first kernel of a micro-step and after its last."""
     step_seconds: float = 1.1e-3
+    """Seconds in each optimizer step, outside of its micro-steps."""
     tensor_seconds: float = 2.7e-5
     """Seconds for each trained tensor, in clipping and in the optimizer."""
     sharding_seconds: float = 0.0
@@ -162,7 +169,7 @@ class HostSpeed:
         return self.forward_seconds * dispatched["forward"] + half, backward + half
 
     def seconds(self, operations: Operations, accumulation: int) -> float:
-        """Return the seconds that the host takes to issue a whole step."""
+        """Return the seconds that the host takes to issue an optimizer step of ``accumulation`` micro-steps."""
         micro_step = sum(self.micro_step(operations)) + self.micro_step_seconds
         return accumulation * micro_step + self.step_seconds + self.tensor_seconds * operations.gradient_tensors
 
@@ -277,7 +284,7 @@ class StepTimeModel:
         return arm.ranks == 1 or self._rates.link is not None
 
     def predict(self, operations: Operations, candidate: Candidate) -> StepTime:
-        """Return the predicted step of a candidate with these operations, where ``knows`` is true."""
+        """Return the predicted optimizer step of a candidate with these traced operations, where ``knows`` is true."""
         precision = candidate.arm.precision
         if precision not in self._models:
             self._models[precision] = GpuModel(self._rates, precision, EFFICIENCIES)
@@ -285,27 +292,26 @@ class StepTimeModel:
         gpu = gpu_time(operations, self._models[precision], batch, accumulation)
         alone = step_seconds(operations, gpu, self._host, accumulation)
         if candidate.arm.is_sharded and precision in ("bf16", "fp16"):
-            others = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
+            # FSDP computes in 16 bits, without the casts that were traced.
+            kept = {kind: seconds for kind, seconds in gpu.by_kind.items() if kind not in _CASTS}
             total = sum(gpu.by_kind.values())
             casts = sum(seconds for kind, seconds in gpu.by_kind.items() if kind in _CASTS)
-            gpu = replace(_scaled_gpu_time(gpu, 1 - (casts / total if total else 0.0)), by_kind=others)
+            gpu = replace(_scaled_gpu_time(gpu, 1 - (casts / total if total else 0.0)), by_kind=kept)
         ranks, host = candidate.arm.ranks, self._host
         if candidate.arm.is_sharded:
-            slow, expected, fast = (gathering(operations, self._chip, candidate, case) for case in _CASES)
-            updating = expected.host_step / max(1, operations.gradient_tensors)
-            host = replace(
-                host, sharding_seconds=expected.host_micro_step, tensor_seconds=host.tensor_seconds + updating
-            )
+            worst, usual, best = (gathering(operations, self._chip, candidate, case) for case in _CASES)
+            tensor_seconds = host.tensor_seconds + usual.host_step / max(1, operations.gradient_tensors)
+            host = replace(host, sharding_seconds=usual.host_micro_step, tensor_seconds=tensor_seconds)
         low, high = (
             step_seconds(operations, _scaled_gpu_time(gpu, gpu_factor), host.scaled(host_factor), accumulation)
             for gpu_factor, host_factor in zip(self._doubt, _HOST, strict=True)
         )
         seconds, exchanged = step_seconds(operations, gpu, host, accumulation), 0.0
         if candidate.arm.is_sharded:
-            low = low * _SHARDED_BEST + fast.added_seconds(low)
-            seconds = seconds * _RANKS_USUAL + expected.added_seconds(seconds)
-            high = high * _RANKS_WORST + slow.added_seconds(0.0, overlaps=False)
-            exchanged = expected.exchanged
+            low = low * _SHARDED_BEST + best.added_seconds(low)
+            seconds = seconds * _RANKS_USUAL + usual.added_seconds(seconds)
+            high = high * _RANKS_WORST + worst.added_seconds(0.0, overlaps=False)
+            exchanged = usual.exchanged
         elif ranks > 1:
             worst, usual, best = (exchange(operations, self._chip, ranks, case) for case in _CASES)
             backward = max(gpu.backward, self._host.micro_step(operations)[1])
@@ -341,20 +347,23 @@ def _scaled_gpu_time(gpu: GpuTime, factor: float) -> GpuTime:
 
 
 def step_seconds(operations: Operations, gpu: GpuTime, host: HostSpeed, accumulation: int) -> float:
-    """Return the seconds of a step from the times of the GPU and the host for its parts."""
-    forward, backward = host.micro_step(operations)
+    """Return the seconds of an optimizer step from the times of the GPU and the host for its parts."""
+    host_forward, host_backward = host.micro_step(operations)
+    # All micro-steps but the first add gradients: the mean over micro-steps.
     adding = gpu.accumulation * (accumulation - 1) / accumulation
-    computes = gpu.forward + gpu.backward + adding
-    micro_step = _smooth_maximum(computes, forward + gpu.backward, forward + backward)
+    gpu_seconds = gpu.forward + gpu.backward + adding
+    # The limits are the GPU, the host until the GPU's backward pass, and the host, as the module describes.
+    micro_step = _smooth_maximum(gpu_seconds, host_forward + gpu.backward, host_forward + host_backward)
     update = max(gpu.update, host.tensor_seconds * operations.gradient_tensors)
     return accumulation * (micro_step + host.micro_step_seconds) + update + host.step_seconds
 
 
 def _smooth_maximum(*seconds: float) -> float:
-    """Return a smooth maximum of several times."""
-    most = max(seconds)
-    total: float = math.fsum((s / most) ** _CORNER for s in seconds)
-    return most * math.pow(total, 1 / _CORNER)
+    """Return the p-norm of several times: about the longest, and more where two are about as long."""
+    longest = max(seconds)
+    # Divided by the longest, since powers of small times are close to zero.
+    total: float = math.fsum((each / longest) ** _CORNER for each in seconds)
+    return longest * math.pow(total, 1 / _CORNER)
 
 
 class StepForecast:
@@ -366,7 +375,7 @@ class StepForecast:
         self._known: dict[Candidate, StepTime] = {}
 
     def predicted(self, candidate: Candidate) -> StepTime | None:
-        """Return a candidate's predicted step; ``None`` while operations, or the link of several GPUs, are unknown."""
+        """Return a candidate's predicted step; ``None`` without traced operations or a known link of several GPUs."""
         if candidate not in self._known:
             operations = self._memory.operations(candidate.arm)
             if operations is None or not self._model.knows(candidate.arm):
