@@ -15,7 +15,7 @@ from autotune.core.outcome import Completed
 from autotune.estimate.history import MATERIAL, History
 from autotune.estimate.pooling import Tried, within_error
 
-# One-sided 95 % of a normal distribution.
+# A normal value is above its mean by more standard errors than this with a probability of 5 %.
 _ERRORS = 1.645
 # A trial of threads that wait for one another loses more than the time for which one of them waits. A choice.
 _THREADS_WAIT_TIMES = 2.0
@@ -37,8 +37,11 @@ class _Seen:
     lost: float
     """By how much that logarithm may be too large because of other processes."""
     others_share: float
+    """The largest share of the time of a trial for which other processes had the device."""
     step_error: float
+    """The part of ``error`` that follows from how steps of a process differ."""
     process_deviation: float
+    """Deviation between processes of candidates of this kind; 0 where none was repeated."""
 
 
 def too_noisy(history: History, answer: Candidate, among: Iterable[Candidate]) -> str | None:
@@ -47,25 +50,26 @@ def too_noisy(history: History, answer: Candidate, among: Iterable[Candidate]) -
     Noise hides it where another candidate may be faster by more than 10 %, at a probability of 5 %. Where only the
     answer was measured, its interval must not be wider than a fixed limit.
     """
-    every = {each: seen for each in {answer, *among} if (seen := _noise_of(history, each)) is not None}
-    chosen = every.pop(answer, None)
+    rivals = {each: seen for each in {answer, *among} if (seen := _noise_of(history, each)) is not None}
+    chosen = rivals.pop(answer, None)
     if chosen is None:
         return None
-    if not every:
+    if not rivals:
         is_wide = _ERRORS * chosen.error + chosen.lost > _WIDEST
         return f"only {answer.describe()} was measured, and {_largest_noise(chosen)}" if is_wide else None
-    beyond = {
-        other: chosen.log_sample_seconds
+    # By how much each rival is faster at most, as a logarithm.
+    most_gains = {
+        rival: chosen.log_sample_seconds
         - seen.log_sample_seconds
         + _ERRORS * math.hypot(chosen.error, seen.error)
         + seen.lost
-        for other, seen in every.items()
+        for rival, seen in rivals.items()
     }
-    nearest = max(beyond, key=lambda other: beyond[other])
-    if beyond[nearest] <= math.log1p(MATERIAL):
+    nearest = max(most_gains, key=lambda rival: most_gains[rival])
+    if most_gains[nearest] <= math.log1p(MATERIAL):
         return None
-    other = every[nearest]
-    return f"{nearest.describe()} may be faster than {answer.describe()}, since {_largest_noise(other, chosen)}"
+    noise = _largest_noise(rivals[nearest], chosen)
+    return f"{nearest.describe()} may be faster than {answer.describe()}, since {noise}"
 
 
 def _noise_of(history: History, candidate: Candidate) -> _Seen | None:
@@ -73,24 +77,24 @@ def _noise_of(history: History, candidate: Candidate) -> _Seen | None:
     speed, trials = history.speed(candidate), history.pool.counting(candidate)
     if speed is None or not trials:
         return None
-    own = math.sqrt(math.fsum(_step_error(tried) ** 2 for tried in trials)) / len(trials)
-    between = history.pool.deviation_seen(candidate)
+    step_error = math.sqrt(math.fsum(_step_error(tried) ** 2 for tried in trials)) / len(trials)
+    process_deviation = history.pool.deviation_seen(candidate)
     shares = [_others_share(tried) for tried in trials]
     return _Seen(
         candidate,
         speed.log_sample_seconds.mean,
-        math.hypot(own, between / math.sqrt(len(trials))),
+        math.hypot(step_error, process_deviation / math.sqrt(len(trials))),
         math.fsum(-_THREADS_WAIT_TIMES * math.log1p(-share) for share in shares) / len(trials),
         max(shares),
-        own,
-        between,
+        step_error,
+        process_deviation,
     )
 
 
 def _step_error(tried: Tried) -> float:
-    """Return the relative standard error of a trial's mean step without known causes; 0 for a single step.
+    """Return the relative standard error of a trial's mean step, as far as it is noise; 0 for a single step.
 
-    Known causes are different batch lengths and shapes that are new to the process. Neither is noise.
+    Steps that differ because batches have other lengths, or shapes that are new to the process, are no noise.
     """
     measured = tried.measurement
     if measured is None or len(measured.step_seconds_each) < 2:
@@ -99,14 +103,14 @@ def _step_error(tried: Tried) -> float:
 
 
 def _others_share(tried: Tried) -> float:
-    """Return the share of the time for which other processes had the device; 0 for an undisturbed trial."""
+    """Return the share of a trial's time for which other processes had the device; 0 for an undisturbed trial."""
     if not isinstance(tried.outcome, Completed) or not tried.outcome.disturbed:
         return 0.0
     return min(_MOST_SHARE, tried.outcome.others_share or _UNKNOWN_SHARE)
 
 
 def _largest_noise(*seen: _Seen) -> str:
-    """Return in words the largest source of noise of some candidates."""
+    """Return the largest source of noise of some candidates in words, which end the sentence of ``too_noisy``."""
     busiest = max(seen, key=lambda each: each.lost)
     unsteady = max(seen, key=lambda each: each.step_error)
     between = max(each.process_deviation for each in seen)

@@ -19,14 +19,7 @@ from typing import NamedTuple
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.measured_steps import mean_step
 from autotune.core.outcome import Completed, Measurement, Outcome, source_of
-from autotune.core.statistics import (
-    Estimate,
-    Variance,
-    difference,
-    expected_excess,
-    next_value,
-    squares_about_mean,
-)
+from autotune.core.statistics import Estimate, Variance, difference, expected_excess, next_value, squares_about_mean
 from autotune.estimate.bottleneck import HOST_BOUND, what_limits
 
 # Prior of the relative deviation between the mean step times of processes, with its degrees of freedom. Measured on

@@ -84,8 +84,9 @@ _PINNED = Effect(-0.07, 0.08)
 class Process:
     """A Gaussian process with a linear part, given observations of some candidates.
 
-    ``machine``, ``smooth`` and ``own`` are standard deviations: of the part that all candidates share, of the smooth
-    function of the batch, and of each candidate's own part.
+    ``effects`` are the prior of the linear part, by the name of a feature. ``machine``, ``smooth`` and ``own`` are
+    standard deviations: of the part that all candidates share, of the smooth function of the batch, and of each
+    candidate's own part.
     """
 
     effects: dict[str, Effect]
@@ -123,19 +124,20 @@ class Process:
             apart = (one[:, None] - other[None, :]) / _OCTAVES
             return np.asarray(self.machine**2 + self.smooth**2 * np.exp(-0.5 * apart**2), dtype=np.float64)
 
-        new, at_new = matrix(among), np.array([each.octave for each in among])
+        new, octaves_new = matrix(among), np.array([each.octave for each in among])
         prior = np.sum(new**2, axis=1) + self.machine**2 + self.smooth**2 + self.own**2
         if not self.points:
             return np.zeros(len(among)), np.sqrt(prior)
-        old, at_old = matrix(self.points), np.array([each.octave for each in self.points])
+        old, octaves_old = matrix(self.points), np.array([each.octave for each in self.points])
+        # Equal numbers stand for the same candidate, whose own part is then the same.
         numbers: dict[Candidate, int] = {}
         number_old, number_new = (
             np.array([numbers.setdefault(each.candidate, len(numbers)) for each in features])
             for features in (self.points, among)
         )
-        covariance = old @ old.T + smooth(at_old, at_old)
+        covariance = old @ old.T + smooth(octaves_old, octaves_old)
         covariance += self.own**2 * (number_old[:, None] == number_old) + np.diag(np.array(self.variances) + 1e-9)
-        cross = old @ new.T + smooth(at_old, at_new)
+        cross = old @ new.T + smooth(octaves_old, octaves_new)
         cross += self.own**2 * (number_old[:, None] == number_new)
         solved = np.linalg.solve(covariance, cross)
         mean = solved.T @ np.array(self.values)
@@ -261,6 +263,7 @@ class SpeedModel:
 
     def _learn(self, seen: Sequence[Tried]) -> None:
         """Add the completed trials to both Gaussian processes."""
+        # Trials that say little of the host's time come last, when the others have narrowed it down.
         unclear = []
         for tried in seen:
             at, measured = self._features(tried.candidate), tried.measurement
@@ -287,38 +290,44 @@ class SpeedModel:
                 unclear.append((at, total, noise))
         for at, total, noise in unclear:
             is_gpu_observed = any(point is at for point in self._gpu.points)
-            self._learn_from_sum(at, total, noise, is_gpu_bound=is_gpu_observed)
+            self._learn_from_total(at, total, noise, is_gpu_bound=is_gpu_observed)
 
-    def _learn_from_sum(self, at: Features, total: float, noise: float, *, is_gpu_bound: bool) -> None:
+    def _learn_from_total(self, at: Features, total: float, noise: float, *, is_gpu_bound: bool) -> None:
         """Add a trial that did not observe the host's time. Where it is not ``is_gpu_bound``, its limit is unknown.
 
-        ``total`` is the logarithm of the seconds per sample.
+        ``total`` is the logarithm of the seconds per sample, which are the larger of the GPU's and the host's seconds.
+        ``noise`` is the standard error of ``total``.
         """
         gpu_mean, host_mean = self._prior_means(at)
-        host, doubt = (float(v[0]) for v in self._host.posterior([at]))
+        host, host_error = (float(v[0]) for v in self._host.posterior([at]))
         host += host_mean
         if not is_gpu_bound:
-            gpu, error = (float(v[0]) for v in self._gpu.posterior([at]))
+            gpu, gpu_error = (float(v[0]) for v in self._gpu.posterior([at]))
             gpu += gpu_mean
-            error, wide = math.hypot(error, noise), math.hypot(doubt, noise)
-            of_gpu = math.exp(-0.5 * ((total - gpu) / error) ** 2) / error * normal_cdf((total - host) / doubt)
-            of_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * normal_cdf((total - gpu) / error)
-            share = of_gpu / (of_gpu + of_host) if of_gpu + of_host > 0 else 0.5
-            if share > _SURELY_NOT:
-                self._gpu.observe(at, total - gpu_mean, noise + 1 - share)
-            if share < 0.5:
-                self._host.observe(at, total - host_mean, noise + share)
+            # The likelihoods of the total if the GPU limits the step, and if the host does.
+            gpu_error, wide = math.hypot(gpu_error, noise), math.hypot(host_error, noise)
+            if_gpu = math.exp(-0.5 * ((total - gpu) / gpu_error) ** 2) / gpu_error
+            if_gpu *= normal_cdf((total - host) / host_error)
+            if_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * normal_cdf((total - gpu) / gpu_error)
+            gpu_chance = if_gpu / (if_gpu + if_host) if if_gpu + if_host > 0 else 0.5
+            # The less likely one of the two limits the step, the noisier its observation.
+            if gpu_chance > _SURELY_NOT:
+                self._gpu.observe(at, total - gpu_mean, noise + 1 - gpu_chance)
+            if gpu_chance < 0.5:
+                self._host.observe(at, total - host_mean, noise + gpu_chance)
                 return
-        bound = (total - host) / doubt
+        bound = (total - host) / host_error
         if bound > 4:
+            # So far above the expected host time, the total says nothing about it.
             return
         # The host's time is below the step's: a truncated normal distribution, by its first two moments.
         hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / normal_cdf(bound) if bound > -6 else -bound
-        mean = host - doubt * hazard
-        variance = max(1e-4 * doubt**2, doubt**2 * (1 - bound * hazard - hazard**2))
-        precision = 1 / variance - 1 / doubt**2
+        mean = host - host_error * hazard
+        variance = max(1e-4 * host_error**2, host_error**2 * (1 - bound * hazard - hazard**2))
+        # The observation that turns what is known into this distribution.
+        precision = 1 / variance - 1 / host_error**2
         if precision > 0:
-            value = (mean / variance - host / doubt**2) / precision
+            value = (mean / variance - host / host_error**2) / precision
             self._host.observe(at, value - host_mean, math.sqrt(1 / precision))
 
     def _noise(self, tried: Tried) -> float:
@@ -327,7 +336,7 @@ class SpeedModel:
         return max(0.003, speed.log_sample_seconds.error if speed is not None else within_error(tried))
 
     def _features(self, candidate: Candidate) -> Features:
-        """Return a candidate's features, with one more where steps are predicted but not this candidate's."""
+        """Return a candidate's features, with one more if it has no predicted step though other candidates have."""
         at, arm = features(candidate), candidate.arm
         if arm.checkpointed_layers is not None:
             at = replace(at, amounts={**at.amounts, "recomputing": arm.checkpointed_layers / self._history.layers})
@@ -354,15 +363,16 @@ class SpeedModel:
         plain = without(plain_loader(candidate.arm), (*PRIORS, "cpu_affinity"))
         return self._history.steps.predicted(replace(candidate, arm=plain))
 
-    # What it says
+    # What the model predicts
 
     def times(self, among: Sequence[Candidate]) -> tuple[Floats, Floats, Floats, Floats]:
-        """Return mean and deviation of the logarithm of seconds per sample, for the GPU and for the host."""
+        """Return mean and deviation of the logarithm of seconds per sample, of the GPU and then of the host."""
         at = [self._features(candidate) for candidate in among]
         means = np.array([self._prior_means(each) for each in at]).reshape(-1, 2)
         gpu, gpu_error = self._gpu.posterior(at)
         gpu = gpu + means[:, 0]
         if self._is_whole:
+            # The one time of a step is kept as the GPU's. The host's is so much shorter that it never limits.
             return gpu, gpu_error, gpu - 10.0, gpu_error
         host, host_error = self._host.posterior(at)
         return gpu, gpu_error, host + means[:, 1], host_error
