@@ -185,9 +185,8 @@ def pareto_front(offers: Sequence[Offer]) -> list[Offer]:
     An offer is left out where another is no worse in both and better in one, or where its hours or cost are unknown.
     """
     known = [(o, o.hours, o.cost) for o in offers if o.hours is not None and o.cost is not None]
-    front = []
-    for offer, hours, cost in known:
-        beaten = any(h <= hours and c <= cost and (h, c) != (hours, cost) for _, h, c in known)
-        if not beaten:
-            front.append(offer)
-    return front
+    return [
+        offer
+        for offer, hours, cost in known
+        if not any(h <= hours and c <= cost and (h, c) != (hours, cost) for _, h, c in known)
+    ]

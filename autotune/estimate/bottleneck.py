@@ -13,8 +13,7 @@ from autotune.space.space import waits_for_data
 LimitKind = Literal["gpu", "host", "data", "unknown"]
 
 DATA_BOUND = 0.5
-"""Where the GPU's share was not measured, a step that waits for data for more than this share is data-bound: most of
-it."""
+"""Where the GPU's share was not measured, a step is data-bound that waits for data for more than this share of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Failed, OutOfMemory
-from autotune.estimate.history import History, Tried, failed_without_verdict
+from autotune.estimate.history import History, Tried, batch_of, failed_without_verdict
 from autotune.estimate.speed_model import normal_cdf
 from autotune.space.arms import levers_of, memory_class, needs_at_least, without
 from autotune.space.levers import HALF, PRIORS
@@ -49,18 +49,21 @@ _USUAL_BATCH, _BELOW_OVER = 64.0, 0.3
 
 @dataclass(frozen=True)
 class _Peaks:
-    """How peak memory grows with the batch: ``bytes × (1 - share + share × factor × batch / at)``, in hypotheses."""
+    """Hypotheses on how the peak memory of a memory class (arms that need the same memory) grows with the batch.
+
+    By each, the peak is ``measured peak × (1 - share + share × factor × batch / measured_batch)``.
+    """
 
     fitting: int
-    """The largest batch that fits."""
+    """The largest batch that fits; 0 where none is known to fit."""
     over: int | None
-    """The smallest batch that does not."""
-    at: int
+    """The smallest batch that does not; ``None`` where none is known."""
+    measured_batch: int
     """A measured batch; 0 where none was."""
     log_bytes: float = 0.0
-    """Logarithm of the peak at ``at``."""
-    slope: float | None = None
-    """Share that grows with the batch, where two batches were measured."""
+    """Logarithm of the peak at ``measured_batch``."""
+    measured_share: float | None = None
+    """Share of that peak that grows with the batch, where two batches were measured."""
     factor: float = 1.0
     """The part that grows with the batch, over that of the class in which it was measured; 1 in the class itself."""
     even_batch: float = _USUAL_BATCH
@@ -81,24 +84,26 @@ class _Peaks:
             if needs_at_least(memory_class(t.candidate.arm), own) and t.candidate.accumulates >= accumulates
         ]
         fitting = max(fits, default=0)
-        like = {
+        own_peaks = {
             t.candidate.per_device_train_batch_size: _peak_bytes(t)
             for t in measured
             if memory_class(t.candidate.arm) == own and t.candidate.accumulates == accumulates
         }
-        if smaller := [b for b in like if b <= 0.75 * max(like)]:
-            top = max(like)
-            grows = max(0.0, (like[top] - like[max(smaller)]) / (top - max(smaller)))
-            share = min(1.0, grows * top / like[top])
-            octaves = math.log2(top / min(like))
-            return cls(fitting, over, top, math.log(like[top]), slope=share, octaves=octaves)
+        # Two batches that hardly differ do not show how the peak grows.
+        if smaller := [b for b in own_peaks if b <= 0.75 * max(own_peaks)]:
+            top = max(own_peaks)
+            bytes_per_sample = max(0.0, (own_peaks[top] - own_peaks[max(smaller)]) / (top - max(smaller)))
+            share = min(1.0, bytes_per_sample * top / own_peaks[top])
+            octaves = math.log2(top / min(own_peaks))
+            return cls(fitting, over, top, math.log(own_peaks[top]), measured_share=share, octaves=octaves)
         if not measured:
-            tops = [
+            # Batches that did not fit in any class, converted to this one by the size of activations.
+            batches_over = [
                 t.candidate.per_device_train_batch_size * _activations(t.candidate.arm) / _activations(own)
                 for t in history.tried
                 if history.is_over(t)
             ]
-            even_batch = min(tops, default=_USUAL_BATCH / _BELOW_OVER) * _BELOW_OVER
+            even_batch = min(batches_over, default=_USUAL_BATCH / _BELOW_OVER) * _BELOW_OVER
             return cls(fitting, over, 0, even_batch=even_batch)
 
         def distance(tried: Tried) -> float:
@@ -106,38 +111,37 @@ class _Peaks:
             factor = abs(math.log2(_activations(tried.candidate.arm) / _activations(own)))
             return factor + abs(math.log2(batch / tried.candidate.per_device_train_batch_size))
 
-        near = min(measured, key=distance)
-        factor = _activations(own) / _activations(near.candidate.arm)
-        at = near.candidate.per_device_train_batch_size
-        return cls(fitting, over, at, math.log(_peak_bytes(near)), factor=factor)
+        nearest = min(measured, key=distance)
+        factor = _activations(own) / _activations(nearest.candidate.arm)
+        return cls(fitting, over, batch_of(nearest), math.log(_peak_bytes(nearest)), factor=factor)
 
     def fits(self, batch: int, line: float) -> float:
-        """Return the probability that a batch stays under a line, given as the logarithm of bytes."""
+        """Return the probability that the peak at a batch is under the line, given as the logarithm of its bytes."""
         if batch <= self.fitting:
             return 0.99
         if self.over is not None and batch >= self.over:
             return 0.0
-        if not self.at:
+        if not self.measured_batch:
             return 1 / (1 + batch / self.even_batch)
 
         def under(at: int, share: float, factor: float) -> float:
-            """Return the probability that batch ``at`` stays under the line, by one hypothesis."""
-            times = 1 - share + share * factor * at / self.at
+            """Return the probability that the peak at batch ``at`` is under the line, by one hypothesis."""
+            times = 1 - share + share * factor * at / self.measured_batch
             # The wider the batches that were measured, the farther they tell.
-            doubt = 0.005 + 0.05 * abs(math.log2(at / self.at)) / (1 + self.octaves)
+            doubt = 0.005 + 0.05 * abs(math.log2(at / self.measured_batch)) / (1 + self.octaves)
             return normal_cdf((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
 
         # If no hypothesis holds, the boundary is anywhere between what fits and what does not.
         anywhere = 0.5 if self.over is None else (self.over - batch) / (self.over - self.fitting)
-        shares = _SHARES if self.slope is None else (self.slope,)
+        shares = _SHARES if self.measured_share is None else (self.measured_share,)
         factors = [self.factor * f for f in _FACTORS] if self.factor != 1.0 else [1.0]
+        # Of each hypothesis counts what agrees with the trials: ``fitting`` is under the line, and ``over`` is not.
         total = likely = 1e-9
-        for share in shares:
-            for factor in factors:
-                most = under(self.fitting, share, factor) if self.fitting else 1.0
-                least = under(self.over, share, factor) if self.over else 0.0
-                total += max(0.0, most - least) + _ANYWHERE
-                likely += max(0.0, under(batch, share, factor) - least) + _ANYWHERE * anywhere
+        for share, factor in product(shares, factors):
+            most = under(self.fitting, share, factor) if self.fitting else 1.0
+            least = under(self.over, share, factor) if self.over else 0.0
+            total += max(0.0, most - least) + _ANYWHERE
+            likely += max(0.0, under(batch, share, factor) - least) + _ANYWHERE * anywhere
         return likely / total
 
 
@@ -160,7 +164,7 @@ def _activations(arm: Arm) -> float:
 
 
 class Chances:
-    """Probabilities that candidates run and fit, given what was tried."""
+    """Probabilities that candidates (arms with a batch) run and fit, given the trials and the predicted peaks."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -309,7 +313,7 @@ class Chances:
 
         def under(mean: float, width: float) -> float:
             """Return the probability to fit, where log(measured / predicted peak) has this mean and deviation."""
-            # The boundary is below what ran out.
+            # The line is below each peak that ran out of memory: what would fit even so is no longer possible.
             least = normal_cdf((max(rooms) - mean) / width) if rooms else 0.0
             return max(0.0, normal_cdf((room - mean) / width) - least) / (1.0 - least + 1e-9)
 
@@ -356,7 +360,7 @@ class Chances:
         return min(self._failures.get(arm, ()), default=math.inf)
 
     def _evidence(self, arm: Arm, limit: float) -> tuple[float, float]:
-        """Return prior times likelihood of an arm's trials, if it is broken and if not.
+        """Return the joint probability of an arm's trials with its being broken, and with its not being broken.
 
         Batches from ``limit`` on are taken to fail in any case.
         """
@@ -367,7 +371,7 @@ class Chances:
         return 0.0 if completed else _ARM_FAILS, (1 - _ARM_FAILS) * whole
 
     def _weigh_limits(self) -> dict[float, float]:
-        """Return the posterior weight of each limit on the batch size, given all failures."""
+        """Return the weight of each batch from which on all may fail, given all trials. Infinity stands for none."""
         limits = {math.inf: 1 - _LIMITED} | {2 ** (quarter / 4): _LIMITED / 64 for quarter in range(64)}
         arms = {*self._failures, *self._completed}
         return {

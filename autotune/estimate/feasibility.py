@@ -53,11 +53,10 @@ class Judge:
         if not candidate.arm.offloads_optimizer:
             return False
         others = [arm for arm in self._space.arms if not arm.offloads_optimizer]
-        fits = (t.candidate for t in self._history.believed() if not t.candidate.arm.offloads_optimizer)
-        if any(map(self._space.contains, fits)):
+        fitting = (t.candidate for t in self._history.believed() if not t.candidate.arm.offloads_optimizer)
+        if any(map(self._space.contains, fitting)):
             return True
-        multiples = self._space.batches.levels()
-        return any(self._may_fit_at(multiple, others) for multiple in multiples)
+        return any(self._may_fit_at(multiple, others) for multiple in self._space.batches.levels())
 
     def _syncs_needlessly(self, candidate: Candidate) -> bool:
         """Return whether a candidate reduces gradients in each micro-step although memory does not require this.

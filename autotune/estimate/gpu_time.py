@@ -114,10 +114,7 @@ class GpuModel:
         self._float32_flops = tf32_flops if self._uses_tf32 else fp32_flops
 
     def seconds(self, operation: Operation, batch: int) -> float:
-        """Return the GPU seconds of one operation at a per-device batch: of its empty kernels, and of its work.
-
-        Its work takes as long as the slower of its arithmetic and its memory traffic.
-        """
+        """Return the seconds of an operation at a batch: its empty kernels, plus its arithmetic or memory traffic."""
         empty_seconds = self._efficiencies.kernel_seconds * _KERNELS.get(operation.kind, 1.0)
         if operation.kind == "matrix_product":
             return empty_seconds + self._product_seconds(operation, batch)

@@ -62,7 +62,6 @@ _ALLOCATED_DOUBT = 0.05
 # Most that the cap had to exceed the peak of allocated bytes for a trial to run: GPT-2, checkpointed, on an H200.
 _MOST_FRAGMENTED = 0.27
 
-
 # 95 % interval of measured over predicted peaks of reserved bytes, less one: quantiles of 118 recorded cells without
 # checkpointing and 177 with it (16 models, H200, studies/landscapes). Blocks come to lie at slightly different places,
 # which sometimes decides whether a block of the largest size is reused.
@@ -91,7 +90,10 @@ def reserved_interval(prediction: MemoryPrediction, arm: Arm) -> tuple[int, int]
 
 
 class MemoryModel:
-    """The predictions for one GPU by prediction class, and what trials measured of them."""
+    """The predicted peaks for one GPU, and how measured peaks agree with them.
+
+    They are kept by prediction class: arms of one class have the same predicted peak at the same batch.
+    """
 
     def __init__(self, ceiling: Ceiling, layers: int | None = None) -> None:
         """Start without predictions. ``layers`` is the number of layers that can use gradient checkpointing."""
@@ -239,10 +241,10 @@ class MemoryModel:
         self._forget()
         if isinstance(outcome, Completed):
             measured = outcome.measurement
-            run = measured.micro_steps_run
-            if measured.micro_batch_bytes is None and 1 < run < candidate.gradient_accumulation_steps:
+            steps_run = measured.micro_steps_run
+            if measured.micro_batch_bytes is None and 1 < steps_run < candidate.gradient_accumulation_steps:
                 # Old records do not count the inputs of micro-steps that were not run.
-                candidate = replace(candidate, gradient_accumulation_steps=run)
+                candidate = replace(candidate, gradient_accumulation_steps=steps_run)
             self._measured[candidate] = measured.peak_allocated_bytes
         elif isinstance(outcome, OutOfMemory) and outcome.where == "device" and not outcome.disturbed:
             cap = self._ceiling.cap_bytes if cap_bytes is None else cap_bytes
@@ -254,11 +256,12 @@ class MemoryModel:
         self._trusted = {}
 
     def _agreements(self) -> list[tuple[Arm, bool]]:
-        """Return class and agreement of each prediction that a trial checked.
+        """Return, of each prediction that a trial checked, its prediction class and whether the trial agrees.
 
         A trial that ran out of memory although its predicted peak was far lower disagrees.
         """
         if self._checks is None:
+            # The cap may exceed the predicted peak by so much before running out of memory contradicts it.
             most = (1 + _ALLOCATED_DOUBT) * (1 + _MOST_FRAGMENTED)
             measured = [
                 (candidate.arm, abs(measured_bytes / predicted.peak_allocated_bytes - 1) <= _ALLOCATED_DOUBT)

@@ -252,14 +252,14 @@ class Pool:
         """Return the pooled speed of a candidate, with the interval of its next run."""
         counting = self.counting(candidate)
         logs = [_log_sample_seconds(tried) for tried in counting]
-        count = len(logs)
         variance = self._variance(candidate)
-        own_error = math.sqrt(math.fsum(within_error(tried) ** 2 for tried in counting)) / count
-        following = next_value(logs, variance, own_error)
-        error = math.hypot(variance.deviation / math.sqrt(count), own_error)
-        mean = Estimate(following.mean, error, variance.degrees)
+        # The errors of the processes' own means, and with them the deviation between processes.
+        within = math.sqrt(math.fsum(within_error(tried) ** 2 for tried in counting)) / len(logs)
+        next_process = next_value(logs, variance, within)
+        error = math.hypot(variance.deviation / math.sqrt(len(logs)), within)
+        mean = Estimate(next_process.mean, error, variance.degrees)
         later = _LATER_HOST_BOUND if _kind(candidate, self.busy_share(candidate)).host_bound else _LATER
-        return Speed(1 / math.exp(mean.mean), _count_processes(counting), mean, following, later)
+        return Speed(1 / math.exp(mean.mean), _count_processes(counting), mean, next_process, later)
 
     def _variance(self, candidate: Candidate) -> Variance:
         """Return the variance between processes: the prior, updated with repeated candidates of the same kind.
@@ -282,13 +282,13 @@ class Pool:
 
 
 def _kind(candidate: Candidate, busy_share: float | None) -> Kind:
-    """Return the kind of a candidate, by what makes its processes deviate from each other."""
+    """Return the kind of a candidate: the properties that decide how much its processes deviate from each other."""
     host_bound = None if busy_share is None else busy_share < HOST_BOUND
     return Kind(candidate.arm.cpu_affinity, host_bound, host_bound is True and replays_graphs(candidate.arm))
 
 
 def _count_processes(trials: Iterable[Tried]) -> int:
-    """Return how many processes measured some trials. None ran a candidate whose outcome was derived from another."""
+    """Return how many processes measured some trials, without those whose outcome was derived from another trial."""
     measured = [tried for tried in trials if (source := source_of(tried.outcome)) is None or not source.derived]
     return len({tried.process for tried in measured})
 
