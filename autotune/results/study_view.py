@@ -82,13 +82,13 @@ def expert_of(report: Report) -> Expert | None:
     plain = [t for t in of_precision if not t.candidate.arm.gradient_checkpointing] or of_precision
     largest = max(plain, key=lambda t: (t.candidate.per_device_train_batch_size, speed_of(t)))
     candidate, speed, may_be_larger = largest.candidate, speed_of(largest), False
-    farthest = _FARTHEST * candidate.per_device_train_batch_size
-    # Of several accumulations of a batch, the last counts.
+    farthest_batch = _FARTHEST * candidate.per_device_train_batch_size
+    # Of trials with the same batch but other accumulations, the last counts.
     measured = {batch_of(t): t.measurement for t in plain if t.candidate.arm == candidate.arm}
     peaks = sorted((batch, each.judged_bytes(candidate.arm)) for batch, each in measured.items() if each is not None)
     times = sorted((batch, batch / each.samples_per_second) for batch, each in measured.items() if each is not None)
     chances = Chances(report.history)
-    while (larger := _larger(report, candidate)) is not None and not chances.rules_out(larger):
+    while (larger := _at_larger_batch(report, candidate)) is not None and not chances.rules_out(larger):
         batch = larger.per_device_train_batch_size
         is_predictable = len(peaks) > 1 and batch <= farthest_batch
         if is_predictable and not report.ceiling.bounds.fits(int(_extrapolated(peaks, batch))):
