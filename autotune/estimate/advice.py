@@ -23,7 +23,7 @@ those of an H200, A100, H100 or RTX 3090 with the same software (studies/publish
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """A step with what its time rests on."""
+    """A predicted or measured optimizer step, with a grade that says what its time rests on."""
 
     step: StepTime
     grade: Grade
@@ -32,7 +32,7 @@ class Graded:
 
 
 class Grades:
-    """Replaces predicted step times by measured ones, or scales them by measurements on this GPU or on others.
+    """Replaces predicted step times by measured ones, or scales them by measurements on this GPU or on other GPUs.
 
     ``pools`` has the measured trials of this workload by the name of the chip.
     """
@@ -64,14 +64,14 @@ class Grades:
             )
             measurement = pool.pooled(candidate).measurement
             return Graded(measured, "measured", measurement.joules_per_sample if measurement is not None else None)
-        factor = self._factor(chip, step)
+        factor = self._measured_over_predicted(chip, step)
         if factor is None:
             return Graded(step, "predicted")
         seconds = step.seconds * factor
         interval = seconds / SCALED_DOUBT, seconds * SCALED_DOUBT
         return Graded(replace(step, seconds=seconds, interval_seconds=interval), "scaled")
 
-    def _factor(self, chip: Chip, step: StepTime) -> float | None:
+    def _measured_over_predicted(self, chip: Chip, step: StepTime) -> float | None:
         """Return the median of measured over predicted time of steps with the same precision and limit (GPU or host).
 
         Steps measured on this GPU come first. ``None`` without such measurements, and for several ranks.
@@ -80,11 +80,9 @@ class Grades:
         if arm.ranks > 1:
             return None
         kind = arm.precision, step.limited_by == "host"
-        own = self._factors.get((chip.name, *kind))
-        if own is not None:
-            return statistics.median(own)
-        others = [ratio for (_, *other), ratios in self._factors.items() if tuple(other) == kind for ratio in ratios]
-        return statistics.median(others) if others else None
+        on_any = [ratio for (_, *other), ratios in self._factors.items() if tuple(other) == kind for ratio in ratios]
+        known = self._factors.get((chip.name, *kind)) or on_any
+        return statistics.median(known) if known else None
 
 
 _SECONDS_PER_HOUR = 3600.0
@@ -100,6 +98,7 @@ class Offer:
     why_not: str | None
     """Why there is no such candidate."""
     samples: float
+    """Samples that the job trains on, each counted as often as it is used."""
     price_of_one: float | None
     """Price of an hour of one GPU; ``None`` where it is not known."""
     gpus: int = 1

@@ -24,7 +24,7 @@ from autotune.space.space import Space
 
 
 class Judge:
-    """Decides what may be tried, given the space and the history as it is now."""
+    """Decides which candidates (arms with a batch) may be tried, given the space and the history as it is now."""
 
     def __init__(self, space: Space, history: History) -> None:
         self._space, self._history = space, history
@@ -100,7 +100,7 @@ class Judge:
         )
 
     def batches_in_reach(self) -> list[int]:
-        """Return the batches to search now: of each multiple in turn, until a batch of a multiple may fit."""
+        """Return the batches to search now: of smaller multiples only while no batch of a larger multiple may fit."""
         reachable: list[int] = []
         batches = self._space.batches
         for multiple in batches.levels():
@@ -110,7 +110,7 @@ class Judge:
         return sorted(reachable)
 
     def _may_fit_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> bool:
-        """Return whether a candidate with a batch at this multiple is running, or is open and not unlikely to run."""
+        """Return whether a candidate with a batch at this multiple is under way, or is open and may run."""
         return any(
             candidate in self._history.pending
             or (self.is_open(candidate) and self._chances.runs(candidate) > LEAST_CHANCE)
@@ -118,7 +118,7 @@ class Judge:
         )
 
     def candidates_at(self, multiple: int, arms: Sequence[Arm] | None = None) -> Iterator[Candidate]:
-        """Yield the candidates of arms with all batches at this multiple."""
+        """Yield the candidates of some arms, by default of all, with each batch at this multiple."""
         for arm in self._space.arms if arms is None else arms:
             for batch in self._space.batches.at_level(multiple):
                 yield self._space.candidate(arm, batch)
@@ -126,8 +126,8 @@ class Judge:
     def last_resort(self) -> Candidate | None:
         """Return the next candidate to try where nothing has fitted yet, with the smallest batch first.
 
-        What is left then are candidates that only a prediction rules out, and smaller batches than failed.
-        Returns ``None`` where something fits, or where trials show that nothing does.
+        Left to try are then candidates that only a prediction rules out, and batches smaller than those that failed.
+        Returns ``None`` where a candidate fits, or where trials show that none does.
         """
         if any(self._space.contains(tried.candidate) for tried in self._history.believed()):
             return None
@@ -145,7 +145,7 @@ class Judge:
     def is_in_turn(self, candidate: Candidate) -> bool:
         """Return whether a candidate proposed by an Optuna sampler, which knows no rule of this module, may run now.
 
-        A smaller multiple is for where no batch of a larger one may fit.
+        A batch at a smaller multiple has to wait while a batch at a larger multiple may fit.
         """
         level = self._space.batches.level(candidate.per_device_train_batch_size)
         larger = [multiple for multiple in self._space.batches.levels() if multiple > level]

@@ -207,8 +207,7 @@ class GpuModel:
         return size_bytes / (self._rates.bandwidth_bytes_per_second * share)
 
     def accumulation_seconds(self, operations: Operations) -> float:
-        """Return the seconds of adding one further micro-step's gradients to those of earlier micro-steps."""
-        # Two reads and one write of each gradient.
+        """Return the seconds of adding a further micro-step's gradients to earlier ones: two reads and one write."""
         traffic_seconds = self._traffic_seconds(3 * operations.gradient_bytes, self._efficiencies.elementwise)
         return operations.gradient_tensors * self._efficiencies.kernel_seconds + traffic_seconds
 

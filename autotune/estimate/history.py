@@ -26,7 +26,7 @@ def cap_of(arm: Arm, ceiling: Ceiling) -> int:
 
 
 def failed_without_verdict(tried: Tried) -> bool:
-    """Return whether a trial ended in a way that says nothing about device memory."""
+    """Return whether a trial failed in a way that says nothing about device memory: by an error, or on the host."""
     outcome = tried.outcome
     return isinstance(outcome, Failed) or (isinstance(outcome, OutOfMemory) and outcome.where == "host")
 
@@ -47,9 +47,10 @@ MATERIAL = 0.1
 
 @dataclass(frozen=True)
 class _Summary:
-    """What was derived from the trials of a history."""
+    """What was derived from the trials of a history, kept until a trial or the ceiling changes."""
 
     key: tuple[int, Ceiling]
+    """Number of trials and ceiling when it was derived."""
     over: list[Tried]
     believed: list[Tried]
     pool: Pool

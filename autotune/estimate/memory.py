@@ -134,7 +134,7 @@ class MemoryModel:
         self._missed[prediction_class(question.arm)] = why
 
     def why_missing(self, arm: Arm) -> str | None:
-        """Return why an arm has no prediction; ``None`` where no job failed."""
+        """Return why an arm has no prediction; ``None`` where its prediction job did not fail."""
         return self._missed.get(prediction_class(arm))
 
     def operations(self, arm: Arm) -> Operations | None:
@@ -177,7 +177,7 @@ class MemoryModel:
         )
 
     def _derived(self, candidate: Candidate) -> MemoryPrediction | None:
-        """Return the prediction for an arm without a traced step, derived from other arms; ``None`` where impossible.
+        """Return the prediction for an arm without a traced step, derived from other arms; ``None`` if they have none.
 
         Peak memory is affine in the number of checkpointed layers. A mask takes no memory that counts, samples of the
         full length have no padding, and a step with CUDA graphs needs at least the memory of a step without.
@@ -290,7 +290,7 @@ class MemoryModel:
         return self._trusted[of_class]
 
     def expects_a_fit(self) -> bool:
-        """Return whether any candidate is predicted to fit, or a trial has checked a prediction."""
+        """Return whether a candidate is predicted to fit, or a trial has checked a prediction, even if it disagreed."""
         return bool(self._agreements()) or any(self.likely_fits(candidate) for candidate in self._asked)
 
     def likely_fits(self, candidate: Candidate) -> bool | None:

@@ -19,7 +19,7 @@ from autotune.estimate.pooling import Tried, within_error
 _ERRORS = 1.645
 # A trial of threads that wait for one another loses more than the time for which one of them waits. A choice.
 _THREADS_WAIT_TIMES = 2.0
-# Share of the machine that others are taken to use during a disturbed trial, where it is not known. A choice.
+# Share of the machine that other processes are taken to use during a disturbed trial, where it is not known. A choice.
 _UNKNOWN_SHARE = 0.3
 _MOST_SHARE = 0.95
 # The only candidate that was measured is told with an interval of up to this half-width, as a logarithm. A choice.

@@ -126,7 +126,7 @@ class Speed:
 
 
 class Kind(NamedTuple):
-    """Candidates whose processes are expected to deviate alike."""
+    """A kind of candidates, whose processes are expected to differ in speed by as much."""
 
     pinned: bool
     host_bound: bool | None
@@ -135,7 +135,7 @@ class Kind(NamedTuple):
 
 
 class Deviations(NamedTuple):
-    """Deviations of processes from the means of their candidates, without what the steps within them explain."""
+    """How much processes differ from the mean of their candidate, beyond the noise of the steps within each process."""
 
     sum_of_squares: float = 0.0
     degrees: float = 0.0
@@ -214,9 +214,8 @@ class Pool:
         return math.sqrt(squares / degrees) if degrees else 0.0
 
     def degrees(self, candidate: Candidate) -> float:
-        """Return the degrees of freedom of the deviation between processes, measured for candidates of this kind."""
-        kind = _kind(candidate, self.busy_share(candidate))
-        return self._deviations_of(kind).degrees
+        """Return from how many degrees of freedom the deviation between processes of this kind was measured."""
+        return self._deviations_of(_kind(candidate, self.busy_share(candidate))).degrees
 
     def pooled(self, candidate: Candidate) -> Tried:
         """Return the candidate's last trial with time, speed and peaks pooled over all its processes."""

@@ -43,7 +43,7 @@ _HOST_SECONDS = 0.03
 
 @dataclass(frozen=True)
 class Effect:
-    """What a feature adds to the logarithm of a time: a normal distribution."""
+    """What a feature of a candidate adds to the logarithm of a step's time: a normal distribution."""
 
     mean: float
     deviation: float
@@ -95,11 +95,11 @@ class Process:
     own: float
     points: list[Features] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    """Observed minus mean."""
+    """Observed logarithms of times, less their prior means."""
     variances: list[float] = field(default_factory=list)
 
     def observe(self, at: Features, value: float, deviation: float) -> None:
-        """Add an observation: its value relative to the mean, and the deviation of its noise."""
+        """Add an observation: its value less the prior mean, and the standard deviation of its noise."""
         self.points.append(at)
         self.values.append(value)
         self.variances.append(deviation**2)
@@ -108,8 +108,7 @@ class Process:
         """Return the posterior mean, less the prior mean, and the standard deviation at each of some candidates."""
         names = sorted({name for each in (*self.points, *among) for name in each.amounts})
         index = {name: i for i, name in enumerate(names)}
-        known = [self.effects[name].deviation if name in self.effects else 0.0 for name in names]
-        deviations: Floats = np.array(known, dtype=np.float64)
+        deviations = np.array([self.effects[name].deviation if name in self.effects else 0.0 for name in names])
 
         def matrix(features: Sequence[Features]) -> Floats:
             """Return the amounts of all effects in units of their deviations, with a row for each candidate."""
@@ -152,7 +151,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Features:
-    """What a candidate has in common with others: amounts of named effects, and its batch."""
+    """What a candidate may have in common with others: amounts of named effects (1 for a setting), and its batch."""
 
     candidate: Candidate
     amounts: Mapping[str, float]
@@ -162,7 +161,7 @@ class Features:
 
 @lru_cache(maxsize=65536)
 def features(candidate: Candidate) -> Features:
-    """Return the features of a candidate."""
+    """Return the features of a candidate, whose names are those of the effects."""
     arm = candidate.arm
     amounts: dict[str, float] = {f"{name}={getattr(arm, name)}": 1.0 for name in _FURTHER if getattr(arm, name)}
     amounts["half" if arm.precision in ("bf16", "fp16") else "single"] = 1.0
@@ -194,7 +193,7 @@ _COMPILED_SINGLE, _COMPILED_SINGLE_EFFECT = "compiled single", Effect(0.12, 0.12
 
 
 class SpeedModel:
-    """What the trials of a search show of the speed of every candidate."""
+    """Predicts the speed of every candidate, from the trials of a search and from predicted steps."""
 
     def __init__(self, history: History) -> None:
         self._history = history
@@ -205,8 +204,9 @@ class SpeedModel:
         """Whether a step has one time, not a GPU's and a host's: of several trials none measured the GPU's share. One
         trial does not show that, since a trial of the defaults does not measure it."""
         self._usual_gpu = _WHOLE if self._is_whole else _GPU
-        passing = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
-        self._passing = passing[-1] if passing else USUAL_SHARE_IN_PASSING
+        shares = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
+        self._share_in_passing = shares[-1] if shares else USUAL_SHARE_IN_PASSING
+        """Share of the GPU's time in work that a compiler can fuse."""
         self._data_seconds = 0.0
         """Seconds per sample for which the last trial waited for data."""
         self._gpu_base, self._host_base = self._bases()
@@ -230,6 +230,7 @@ class SpeedModel:
     def _processes(self) -> tuple[Process, Process]:
         """Return the Gaussian processes of the GPU's and the host's time, before any observation."""
         most = _PREDICTED if self._is_predicted else math.inf
+        # The means of these effects are 0 here, since ``_prior_means`` has them already.
         gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in self._usual_gpu.items()}
         host_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _HOST.items()}
         if self._is_predicted:
@@ -238,7 +239,8 @@ class SpeedModel:
                 for doubtful in ("not predicted", "recomputing not predicted"):
                     gpu_effects[f"{precision} {doubtful}"] = host_effects[f"{precision} {doubtful}"] = Effect(0.0, 0.2)
         for name, prior in PRIORS.items():
-            work = self._passing * prior.passing + (1 - self._passing) * prior.computing
+            work = self._share_in_passing * prior.passing + (1 - self._share_in_passing) * prior.computing
+            # Replayed graphs leave no gaps between the kernels of a GPU-bound step.
             gpu_effects[name] = _effect_of_factor(work * (_FULL if prior.host < 0.5 else 1.0))
             host_effects[name] = _effect_of_factor(prior.host)
             if BY_NAME[name].memory == "reserved":
@@ -255,11 +257,12 @@ class SpeedModel:
         host_effects["pinned"], gpu_effects["pinned"] = _PINNED, Effect(0.0, 0.01)
         if not self._is_whole:
             gpu_effects[_COMPILED_SINGLE] = _COMPILED_SINGLE_EFFECT
-        values = {f"{n}={v}" for t in self._history.tried for n in _FURTHER if (v := getattr(t.candidate.arm, n))}
+        settings = {f"{n}={v}" for t in self._history.tried for n in _FURTHER if (v := getattr(t.candidate.arm, n))}
         for effects in (gpu_effects, host_effects):
-            effects |= dict.fromkeys(values, _FURTHER_EFFECT)
-        machine = (_MACHINE_PREDICTED, _HOST_PREDICTED) if self._is_predicted else (_MACHINE, _HOST_MACHINE)
-        return Process(gpu_effects, machine[0], _SMOOTH, _OWN), Process(host_effects, machine[1], 0.0, _OWN)
+            effects |= dict.fromkeys(settings, _FURTHER_EFFECT)
+        gpu, host = (_MACHINE_PREDICTED, _HOST_PREDICTED) if self._is_predicted else (_MACHINE, _HOST_MACHINE)
+        # The host's time of a micro-step does not depend on the batch, so that it has no smooth function of it.
+        return Process(gpu_effects, gpu, _SMOOTH, _OWN), Process(host_effects, host, 0.0, _OWN)
 
     def _learn(self, seen: Sequence[Tried]) -> None:
         """Add the completed trials to both Gaussian processes."""
@@ -282,8 +285,9 @@ class SpeedModel:
                 unclear.append((at, total, noise))
                 continue
             busy = min(1.0, busy / (1 - waits))
-            share = min(1.0, busy / _FULL)
-            self._gpu.observe(at, total + math.log(share) - gpu_mean, math.hypot(noise, 0.2 * (1 - share)))
+            # A GPU-bound step is busy for ``_FULL`` of it. The less the GPU is, the less its share tells of its time.
+            gpu_share = min(1.0, busy / _FULL)
+            self._gpu.observe(at, total + math.log(gpu_share) - gpu_mean, math.hypot(noise, 0.2 * (1 - gpu_share)))
             if busy < HOST_BOUND:
                 self._host.observe(at, total - host_mean, noise)
             else:

@@ -89,7 +89,6 @@ def gathering(operations: Operations, chip: Chip, candidate: Candidate, case: Ca
     gathers = candidate.gradient_accumulation_steps * (1 if keeps_weights else 2)
     reductions = candidate.gradient_accumulation_steps if arm.sync_each_batch else 1
     tensors = operations.gradient_tensors
-    # FSDP communicates layer by layer.
     layers = max(1, tensors // _PARAMETERS_OF_LAYER)
     groups = arm.ranks // arm.sharing
     bytes_between_groups = 2 * (groups - 1) / groups * exchanged_bytes / arm.sharing
@@ -123,8 +122,7 @@ def exchange(operations: Operations, chip: Chip, ranks: int, case: Case = "usual
     assert rates is not None
     all_reduce = link.cases(link.all_reduce)[_CASES.index(case)]
     seconds_per_byte = 2 * (ranks - 1) / ranks / all_reduce.bytes_per_second
-    # Rounded up: the last bucket may be partly filled.
-    buckets = max(1, -(-operations.gradient_bytes // _BUCKET_BYTES))
+    buckets = max(1, math.ceil(operations.gradient_bytes / _BUCKET_BYTES))
     return Exchange(
         exchanged=buckets * all_reduce.call_seconds + seconds_per_byte * operations.gradient_bytes,
         shown=all_reduce.call_seconds + seconds_per_byte * min(_BUCKET_BYTES, operations.gradient_bytes),
@@ -280,7 +278,7 @@ class StepTimeModel:
         self._models: dict[Precision, GpuModel] = {}
 
     def knows(self, arm: Arm) -> bool:
-        """Return whether steps of an arm can be predicted; several chips need a known link."""
+        """Return whether steps of an arm can be predicted: on one GPU, or on several with a known link."""
         return arm.ranks == 1 or self._rates.link is not None
 
     def predict(self, operations: Operations, candidate: Candidate) -> StepTime:
@@ -367,7 +365,7 @@ def _smooth_maximum(*seconds: float) -> float:
 
 
 class StepForecast:
-    """Predicted step times of candidates, each computed once."""
+    """Predicts the optimizer steps of candidates from the operations of their arms, each step once."""
 
     def __init__(self, memory: MemoryModel, chip: Chip) -> None:
         self._memory = memory
@@ -384,5 +382,5 @@ class StepForecast:
         return self._known[candidate]
 
     def known(self) -> Iterable[StepTime]:
-        """Return the steps that were predicted."""
+        """Return the steps that were predicted so far."""
         return self._known.values()
