@@ -22,32 +22,33 @@ _NAME = "traintune"
 
 
 def how_to_add(extra: str) -> str:
-    """Return the command that installs an extra where this process runs."""
-    # A checkout that is the working directory is found first, by its ``egg-info``, which has no record of its place.
+    """Return the command that installs an extra of this package into the environment of this process."""
+    # Several are found where the working directory is a checkout: its ``egg-info`` comes first, without a record of
+    # where the package was installed from.
     found = importlib.metadata.distributions(name=_NAME)
     direct_url = next((record for each in found if (record := each.read_text("direct_url.json"))), None)
     return command_to_add(extra, Path(sys.prefix), direct_url)
 
 
 def command_to_add(extra: str, prefix: Path, direct_url: str | None) -> str:
-    """Return the command that installs an extra into the environment at ``prefix``.
+    """Return the command that installs an extra into the environment at ``prefix``, as the package was installed.
 
     ``direct_url`` is the record of where the package came from (PEP 610), if there is one. uv and pipx leave a file of
     their own in the environment of a tool.
     """
-    named, is_editable = f"{_NAME}[{extra}]", False
+    requirement, is_editable = f"{_NAME}[{extra}]", False
     if direct_url is not None:
         record = json.loads(direct_url)
         url = str(record.get("url", ""))
         is_editable = bool(record.get("dir_info", {}).get("editable"))
         if url.startswith("file:"):
-            named = f"{unquote(urlparse(url).path)}[{extra}]"
+            requirement = f"{unquote(urlparse(url).path)}[{extra}]"
         elif (repository := record.get("vcs_info")) is not None:
-            named += f" @ {repository['vcs']}+{url}@{repository['commit_id']}"
+            requirement += f" @ {repository['vcs']}+{url}@{repository['commit_id']}"
     if (prefix / "pipx_metadata.json").exists():
-        return f"pipx install --force '{named}'"
+        return f"pipx install --force '{requirement}'"
     tool = "uv tool install" if (prefix / "uv-receipt.toml").exists() else "pip install"
-    return f"{tool} {'-e ' if is_editable else ''}'{named}'"
+    return f"{tool} {'-e ' if is_editable else ''}'{requirement}'"
 
 
 # torch reads the older name first, and the newer one since 2.9 (c10/cuda/CUDAAllocatorConfig.h).
@@ -119,7 +120,7 @@ _PREDICTED_OPTIMS = frozenset(
 
 
 def is_state_known(optim: str) -> bool:
-    """Return whether it is known what an optimizer allocates."""
+    """Return whether the memory of an optimizer's state can be predicted."""
     return optim_package(optim) is None or optim in _PREDICTED_OPTIMS
 
 
@@ -135,7 +136,7 @@ def shards_with(optim: str) -> bool:
 
 
 def offloading_threads(cores: int, ranks: int) -> int:
-    """Return the number of CPU threads of each rank for an optimizer that runs on the CPU."""
+    """Return each rank's number of CPU threads for an optimizer that runs on the CPU: an equal share of the cores."""
     return max(1, cores // ranks)
 
 
@@ -168,12 +169,13 @@ def require(package: str, lever: str) -> None:
 def require_compiler(device_kind: str, lever: str) -> None:
     """Raise ``InvalidRequestError`` where ``torch.compile`` would lack a C or C++ compiler, or a GPU's Triton.
 
-    Where it looks: ``torch/_inductor/config.py`` (``cpp.cxx``) for a CPU, ``triton/runtime/build.py`` for a GPU.
+    Where torch and Triton look: ``torch/_inductor/config.py`` (``cpp.cxx``) for a CPU, ``triton/runtime/build.py`` for
+    a GPU. ``lever`` is named in the error.
     """
     variable, names = ("CXX", ("g++",)) if device_kind == "cpu" else ("CC", ("gcc", "clang"))
-    named = os.environ.get(variable)
-    if not any(map(shutil.which, (named,) if named else names)):
-        missing = f"{variable} is {named}, which is not there" if named else f"there is no {' or '.join(names)}"
+    chosen = os.environ.get(variable)
+    if not any(map(shutil.which, (chosen,) if chosen else names)):
+        missing = f"{variable} is {chosen}, which is not there" if chosen else f"there is no {' or '.join(names)}"
         raise InvalidRequestError(
             f"{lever} needs a compiler: {missing}", f"install one, name it in {variable}, or leave {lever} out"
         )
@@ -195,11 +197,12 @@ def is_compatible(arm: Arm, weight_dtype: str) -> bool:
 
 
 def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings of CUDA's caching allocator in the environment, by name."""
+    """Parse the environment's settings of CUDA's caching allocator, such as ``name:value,name:[value,value]``."""
     text = environment.get(OLD_ALLOCATOR_VARIABLE) or environment.get(ALLOCATOR_VARIABLE) or ""
-    # A list in brackets (roundup_power2_divisions) contains commas that separate no settings.
     settings: dict[str, str] = {}
+    # A list in brackets (roundup_power2_divisions) contains commas that separate no settings.
     depth, piece = 0, ""
+    # The last comma ends the last setting.
     for character in text + ",":
         depth += (character == "[") - (character == "]")
         if character == "," and depth == 0:
@@ -213,13 +216,16 @@ def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def segments_expand(environment: Mapping[str, str]) -> bool | None:
-    """Return whether the environment turns on expandable segments; ``None`` where the variable lacks this setting."""
-    said = allocator_settings(environment).get(_EXPANDABLE)
-    return said.lower() == "true" if said is not None else None
+    """Return whether the environment turns on expandable segments; ``None`` where it does not set them."""
+    value = allocator_settings(environment).get(_EXPANDABLE)
+    return value.lower() == "true" if value is not None else None
 
 
 def with_expandable_segments(environment: Mapping[str, str], *, expand: bool) -> str | None:
-    """Return the allocator settings with expandable segments on or off; ``None`` where they are off by default."""
+    """Return the text of the allocator's environment variable with expandable segments on or off.
+
+    ``None`` where the variable may stay as it is: they are to be off, and it does not set them.
+    """
     settings = allocator_settings(environment)
     if not expand and _EXPANDABLE not in settings:
         return None
@@ -238,6 +244,7 @@ def allocator_variable(torch_version: str) -> str:
 
 
 def compiled_recomputes(torch_version: str, transformers_version: str) -> bool:
-    """Return whether gradient checkpointing works in compiled layers with quantized weights in these versions."""
-    is_within_checkpoint = major_minor(transformers_version) < _CHECKPOINTS_WITHIN_SINCE
-    return is_within_checkpoint or major_minor(torch_version) >= _RECOMPUTES_QUANTIZED_SINCE
+    """Return whether compiled layers with quantized weights recompute activations in gradient checkpointing."""
+    # Older transformers checkpoint around the compiled layer, so that torch recomputes it as a whole.
+    is_around_layer = major_minor(transformers_version) < _CHECKPOINTS_WITHIN_SINCE
+    return is_around_layer or major_minor(torch_version) >= _RECOMPUTES_QUANTIZED_SINCE

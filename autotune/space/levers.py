@@ -1,4 +1,4 @@
-"""Say all there is to know about each setting of an arm, in a table with a row for every field of ``Arm``.
+"""Describe each setting of an arm (a configuration without its batch) in a table, with a row per field of ``Arm``.
 
 A new lever is a field of ``Arm``, its row here, its effect in a trial, and its option. ``autotune.space.arms`` computes
 from the rows what follows from an arm's settings.
@@ -54,17 +54,17 @@ class Training:
     is_ordered: bool = False
     """Whether samples come in an order that their lengths decide."""
     is_read: bool = True
-    """Whether the lengths of the samples are known."""
+    """Whether the samples have been read, so that their lengths are known."""
     layers: int | None = None
     """How many layers of the model can recompute their activations; ``None`` where that is not known."""
     dtype: str = "float32"
     """The dtype of the weights."""
     obstacles: Mapping[str, str] = field(default_factory=dict)
-    """By lever, why the user's own Trainer cannot have it, as the inspection found."""
+    """By lever, why the user's own Trainer cannot have it, as the inspection of the user's code found."""
 
     @classmethod
     def of(cls, workload: Workload, device_kind: str, ranks: int, layers: int | None = None) -> Training:
-        """Return the facts about the training of a workload on this number of ranks."""
+        """Collect the facts about training a workload on this number of ranks, from its data or the user's own code."""
         data, source = workload.data, workload.source
         interface = source.interface if source is not None else CodeInterface()
         shapes_vary, pads = interface.shapes_vary is True, workload.padding > 0
@@ -95,19 +95,19 @@ class Training:
 
 
 Obstacle = tuple[Callable[[Training], bool], str]
-"""Whether a training cannot have a lever, and why, in words that are formatted with the training."""
+"""A test whether a training cannot have a lever, and the reason: a format string, in which ``{0}`` is the training."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """The expected effect of a lever before this search has measured it."""
+    """The expected effect of a lever on the time of a step, before this search has measured it. A factor of 1: none."""
 
     called: str
     """The name of the lever in the messages of a search."""
     source: str
     """Where the figures come from."""
     host: float = 1.0
-    """Factor on the host's time for a step, which is below 1 where it falls."""
+    """Factor on the host's time for a step."""
     passing: float = 1.0
     """Factor on the GPU's time for operations that are limited by memory traffic. Compiling ten trainings
     whose shares of such time are predicted left 0.1 to 0.5 of it, 0.3 in the median (H200, 23 and 24 November 2026)."""
@@ -124,10 +124,10 @@ class Prior:
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """One setting of an arm."""
+    """One setting of an arm, with its values and its effects on memory, speed and operations. A row of ``LEVERS``."""
 
     name: str
-    """The field of ``Arm``, which has its type, its default and its words."""
+    """The field of ``Arm``, where its type and its default are found."""
     values: tuple[Any, ...] = (False, True)
     """The values that a search chooses among, the preferred one first; none where they follow from something else."""
     part_of: str | None = None
@@ -140,41 +140,41 @@ class Lever:
     """Whether ``argument`` is set also where it is the default, so that training runs as it was measured."""
     memory: Memory = "peak"
     alike: tuple[tuple[Any, Any], ...] = ()
-    """Pairs of values with the same peak memory, the one that stands for both second."""
+    """Pairs of values with the same peak memory; the second represents both in ``arms.memory_class``."""
     saving: Callable[[Arm], float] | None = None
-    """A number that is larger the less memory an arm needs by it; ``None`` where no value is known to need less."""
+    """A number that is larger the more memory the setting saves an arm; ``None`` where no value is known to save."""
     operations: Callable[[Any], Any] | None = None
-    """The value whose traced step has the same operations; ``None``: each value has operations of its own."""
+    """For a value, the one whose traced step stands for its operations; ``None``: each value has its own."""
     never_slower: Callable[[Arm], Any] | None = None
     """The value with which an arm is never slower at the same batch."""
     preference: int | None = None
-    """Place among the settings by which one of two equally fast arms is preferred; the lowest decides first."""
+    """Which of two equally fast arms to prefer is decided setting by setting, in ascending order of this number."""
     inconvenience: Callable[[Any], int] | None = None
-    """A number that is larger the less a value is preferred; ``None``: its place among ``values``."""
+    """A number that is larger the less a value is preferred; ``None``: its index in ``values``."""
     package: Callable[[Any], str | None] | None = None
     """The optional package that a value needs."""
     is_traced: Callable[[Any], bool] | None = None
-    """Whether a trace with fake tensors shows what runs with a value; ``None``: it does with each."""
+    """Whether a trace with fake tensors shows the operations that run with a value; ``None``: it does for each."""
     excludes: tuple[str, ...] = ()
     """Other settings that have to be at their defaults beside it."""
     is_applied: bool = False
-    """Whether ``autotune.training.apply`` sets it, under its name."""
+    """Whether it is a keyword argument of ``autotune.training.apply``."""
     obstacles: tuple[Obstacle, ...] = ()
     """Why a training cannot have it; the first that applies is told."""
     option: str | None = None
-    """The option of a search for a lever that ``auto`` tries on the best candidates only; else ``None``."""
+    """The option for a lever that a search with ``auto`` tries on its best candidates only; else ``None``."""
     prior: Prior | None = None
-    """What is expected of it; a lever with one is tried on the best candidates once a search has its first answer."""
+    """Its expected effect. A lever with a prior is tried on the best candidates once a search has its first answer."""
     stands_in_for: str | None = None
-    """Another setting that does the same better, so that this one is only tried where that cannot be had."""
+    """A better setting for the same end: this lever is only tried where a training cannot have that setting."""
     is_resort: bool = False
-    """Whether all arms are tried with it where no arm fits without it."""
+    """Whether all arms are tried with it as a last resort, where none fits in memory without it."""
     is_optunas: bool = False
-    """Whether it is a parameter in Optuna's study also where a search leaves it at one value."""
+    """Whether it is a parameter in Optuna's study even where all arms of a search have the same value."""
 
 
 def faster_precision(arm: Arm) -> Precision:
-    """Return a precision that is never slower than the arm's, or the arm's own.
+    """Return a precision that is never slower than the arm's; the arm's own where no other is known to be.
 
     fp32 computes on slower units than tf32, and fp16 is bf16 with loss scaling on top. That bf16 is faster than tf32 is
     only certain where it costs no casts in autocast: under FSDP and ZeRO, which also exchange half the bytes.
@@ -186,27 +186,27 @@ def faster_precision(arm: Arm) -> Precision:
 
 
 def _less_communication(arm: Arm) -> Any:
-    """Return a strategy that communicates less than the arm's, or the arm's own.
+    """Return a strategy that communicates less than the arm's; the arm's own where none is known.
 
-    FSDP that frees weights after the forward pass gathers them a second time. ZeRO-3 gathers weights in both passes,
-    and ZeRO-2 once after the update.
+    ``fsdp`` frees weights after the forward pass and gathers them again; ``fsdp-keep`` keeps them. ZeRO-3
+    gathers weights in both passes, and ZeRO-2 once after the update.
     """
     return {"fsdp": "fsdp-keep", "zero3": "zero2"}.get(arm.strategy or "", arm.strategy)
 
 
 def _checkpointed(arm: Arm) -> float:
-    """Return how many layers recompute their activations; infinity stands for all."""
+    """Return how many layers recompute their activations; infinity stands for all layers, whose number is not known."""
     return (arm.checkpointed_layers or math.inf) if arm.gradient_checkpointing else 0
 
 
-def _without_trainer(words: str) -> Obstacle:
-    """Return the obstacle, with this reason, of a training without a transformers ``Trainer``."""
-    return lambda t: not t.has_trainer, words
+def _without_trainer(reason: str) -> Obstacle:
+    """Return the obstacle that a training has no transformers ``Trainer``, with the reason why a lever needs one."""
+    return lambda t: not t.has_trainer, reason
 
 
-def _without_gpu(lacks: str) -> Obstacle:
-    """Return the obstacle of a training that is not on a GPU, from what other devices lack."""
-    return lambda t: t.device_kind != "cuda", f"{{0.device_kind}} has no {lacks}"
+def _without_gpu(missing_part: str) -> Obstacle:
+    """Return the obstacle that a training does not run on a GPU, whose ``missing_part`` (CUDA graphs, say) it needs."""
+    return lambda t: t.device_kind != "cuda", f"{{0.device_kind}} has no {missing_part}"
 
 
 _ON_SEVERAL_GPUS: Obstacle = (lambda t: t.ranks > 1, "it is searched on one GPU")
@@ -505,5 +505,5 @@ PRIORS = {row.name: row.prior for row in LEVERS if row.prior is not None}
 
 def why_not(row: Lever, training: Training) -> str | None:
     """Return why a training cannot have a lever, in words; ``None`` where it can."""
-    told = (words.format(training) for applies, words in row.obstacles if applies(training))
-    return training.obstacles.get(row.name) or next(told, None)
+    reasons = (reason.format(training) for applies, reason in row.obstacles if applies(training))
+    return training.obstacles.get(row.name) or next(reasons, None)

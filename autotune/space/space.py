@@ -1,4 +1,4 @@
-"""Define the search space: the arms, the per-device batches, which pairs are valid, when to try data loaders."""
+"""Define the search space: arms (configurations without batch), per-device batches, and data loader settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autotune.space.arms import changed, excluding, without
 from autotune.space.levers import LENGTH_MULTIPLE, LEVERS, PRECISION_PREFERENCE, ROW_MULTIPLE
 
 LOADER_BOUND = 0.1
-"""Share of a step spent waiting for data from which other data loader settings are tried. A choice."""
+"""Other data loader settings are tried where a step waits for data for a larger share of its time. A choice."""
 
 # Default of torch's DataLoader: batches that each worker prepares ahead.
 DEFAULT_PREFETCH_FACTOR = 2
@@ -30,7 +30,7 @@ _FEWEST_WORKERS = 2
 
 @cache
 def plain_loader(arm: Arm) -> Arm:
-    """Return the arm with default data loader settings; computation and memory are the same."""
+    """Return an arm with the default data loader settings, which leaves its computation and memory unchanged."""
     return dataclasses.replace(arm, dataloader_num_workers=0, dataloader_prefetch_factor=None)
 
 
@@ -47,9 +47,10 @@ def usable_cores() -> int:
 def next_loader(
     best: Candidate, measured: Measurement | None, tried: Collection[Candidate], cores: int, own_workers: int = 0
 ) -> Candidate | None:
-    """Return the best candidate with the next data loader setting; ``None`` if it hardly waits, or none is left.
+    """Return the best candidate with the data loader setting to try next.
 
-    Workers are doubled up to the number of cores, as long as that is faster; then more batches are prefetched. An arm
+    ``None`` if it waits for at most ``LOADER_BOUND`` of a step, or no untried setting is left. Workers are doubled up
+    to the number of cores: a caller passes the faster candidate as ``best``. Then more batches are prefetched. An arm
     without workers loads with ``own_workers``, which the user's own code sets.
     """
     if measured is None or waits_for_data(measured) <= LOADER_BOUND:
@@ -67,7 +68,10 @@ def next_loader(
 
 
 def patience(effort: Effort, arm: Arm) -> Effort:
-    """Return an effort with more steps for data loader workers, which deliver batches in bursts."""
+    """Return an effort (the limits of a measurement) with more steps for an arm with data loader workers.
+
+    Workers deliver batches in bursts, so that the mean of few steps says little.
+    """
     if not arm.dataloader_num_workers:
         return effort
     return dataclasses.replace(
@@ -79,7 +83,7 @@ def patience(effort: Effort, arm: Arm) -> Effort:
 
 
 def batches_ahead(arm: Arm) -> int:
-    """Return how many micro-batches the workers may have prefetched."""
+    """Return how many micro-batches an arm's data loader workers may have prefetched at most."""
     return arm.dataloader_num_workers * (arm.dataloader_prefetch_factor or DEFAULT_PREFETCH_FACTOR)
 
 
@@ -105,7 +109,7 @@ class Batches:
     multiple: int | None = None
     """Only multiples of this are tried; ``None`` means 8, then 4, 2 and 1."""
     samples: int | None = None
-    """Number of samples in the dataset of a device, which no batch can exceed. ``None`` for synthetic samples."""
+    """Number of samples in the dataset of a device, the largest possible batch. ``None`` for synthetic samples."""
     only: int | None = None
     """The one per-device batch that the user's code can be run with; ``None``: any."""
     own_accumulation: int = 1
@@ -116,6 +120,7 @@ class Batches:
     """Devices that share each sample."""
 
     def __post_init__(self) -> None:
+        """Raise ``InvalidRequestError`` where no per-device batch is possible, naming the option to change."""
         if self.world_size < 1:
             raise InvalidRequestError(f"--world-size {self.world_size} is not a number of devices", "use 1 or more")
         if self.multiple is not None and self.multiple < 1:
@@ -146,9 +151,9 @@ class Batches:
             )
 
     def option(self, *samples: int) -> str:
-        """Return the option that sets these effective batches, in the user's unit: ``--effective-tokens 4096``."""
-        unit, times = ("batch", 1) if self.sample_tokens is None else ("tokens", self.sample_tokens)
-        return f"--effective-{unit} {' or '.join(str(each * times) for each in samples)}"
+        """Return the option for one of these effective batches, in the user's unit: ``--effective-tokens 4096``."""
+        unit, per_sample = ("batch", 1) if self.sample_tokens is None else ("tokens", self.sample_tokens)
+        return f"--effective-{unit} {' or '.join(str(count * per_sample) for count in samples)}"
 
     @property
     def _per_device(self) -> int:
@@ -162,7 +167,7 @@ class Batches:
         return [batch for batch in _divisors(self._per_device) if self._is_loaded(batch)]
 
     def _is_loaded(self, batch: int) -> bool:
-        """Return whether the dataset has enough samples for a batch."""
+        """Return whether the dataset has enough samples for a batch of this size."""
         return self.samples is None or batch <= self.samples
 
     @property
@@ -171,7 +176,7 @@ class Batches:
         return LARGEST_FREE_BATCH if self.samples is None else min(LARGEST_FREE_BATCH, self.samples)
 
     def levels(self) -> tuple[int, ...]:
-        """Return the multiples to search, descending. A lower one is used only where no batch of a higher one fits."""
+        """Return the multiples to search, descending. The next is used only where no batch of the one before fits."""
         if self.multiple:
             return (self.multiple,)
         return tuple(multiple for multiple in (DEFAULT_MULTIPLE, *FALLBACK_MULTIPLES) if multiple <= self.most)
@@ -179,7 +184,7 @@ class Batches:
     def level(self, batch: int) -> int:
         """Return the largest multiple in ``levels`` that divides a valid per-device batch.
 
-        Batches of ``_between`` count as multiples of 8.
+        Even batches between distant multiples of 8 (``_between``) are tried with these, so that 8 is returned for them.
         """
         if batch in self._between:
             return DEFAULT_MULTIPLE
@@ -187,23 +192,27 @@ class Batches:
 
     @cached_property
     def _between(self) -> tuple[int, ...]:
-        """Even batches between multiples of 8 that are far apart: 68 and 34 of an effective batch of 136."""
+        """Even batches between multiples of 8 that are more than a factor of ``_FAR`` apart, which would leave a gap.
+
+        For an effective batch of 136, whose multiples of 8 are 8 and 136, these are 68 and 34.
+        """
         if self.multiple is not None or self.effective_batch is None:
             return ()
         found: list[int] = []
         multiples = [batch for batch in self._shares if batch % DEFAULT_MULTIPLE == 0]
         for small, large in itertools.pairwise(multiples):
             while large > _FAR * small:
+                # Without an even batch in between, ``small`` ends the loop, and is left out below.
                 large = max((b for b in self._shares if small < b < large and b % 2 == 0), default=small)
                 found.append(large)
         return tuple(batch for batch in found if batch not in multiples)
 
     def at_level(self, multiple: int) -> tuple[int, ...]:
-        """Return the batches whose ``level`` is this one, ascending.
+        """Return the per-device batches whose ``level`` is this multiple, ascending.
 
-        With an effective batch they divide a device's share of it. A free batch has only the first batches to try here:
-        powers of two times the largest multiple, or the multiple itself below that. A search may try any multiple
-        between them.
+        With an effective batch they divide a device's share of it. A free batch (without an effective batch) has only
+        the first batches to try here: powers of two times the largest multiple, and each smaller multiple itself. A
+        search may try any multiple between them.
         """
         if self.only is not None:
             return (self.only,) if self.level(self.only) == multiple else ()
@@ -262,33 +271,33 @@ class Space:
     baseline: Candidate | None = None
     """The ``TrainingArguments`` defaults, or the user's own settings: speed-ups are relative to these."""
     late: frozenset[str] = frozenset()
-    """Settings that the best candidates may have besides, although no arm has them."""
+    """Levers that are tried on the best candidates only, so that no arm has them."""
     shapes_vary: bool = False
     """Whether batches differ in length in arms without ``length_multiple``."""
     multiples: tuple[int, int] = (LENGTH_MULTIPLE, ROW_MULTIPLE)
     """The values of ``length_multiple``: of batches that are padded, and of rows that are filled."""
 
     def plain(self, arm: Arm) -> Arm:
-        """Return an arm without the settings that only the best candidates get: late levers, data loader workers."""
+        """Return an arm of a candidate as it is in ``arms``: without late levers and data loader settings."""
         return without(plain_loader(arm), self.late)
 
     @cached_property
     def saving(self) -> Space | None:
-        """The same space with every memory-saving setting in each arm; ``None`` where no arm can have them.
+        """The space with every memory-saving late lever in each arm, for models that do not fit otherwise.
 
-        For models that do not fit otherwise.
+        ``None`` where there is no such lever, or no arm can have them all.
         """
         arms = self._arms_with(self.resorts)
         return replace(self, arms=arms, late=self.late - self.resorts) if self.resorts and arms else None
 
     @cached_property
     def resorts(self) -> frozenset[str]:
-        """The late settings that save memory."""
+        """The late levers that save memory, to be tried with every arm where none fits."""
         return frozenset(row.name for row in LEVERS if row.is_resort) & self.late
 
     @cached_property
     def saving_arms(self) -> tuple[Arm, ...]:
-        """Arms with memory-saving late settings: with all of these settings, or with one of them."""
+        """Arms with all memory-saving late levers, followed by arms with one of them; none is in ``arms``."""
         arms = [
             *self._arms_with(self.resorts),
             *(arm for name in sorted(self.resorts) for arm in self._arms_with({name})),
@@ -296,7 +305,7 @@ class Space:
         return tuple(arm for arm in dict.fromkeys(arms) if arm not in self.arms)
 
     def _arms_with(self, names: Collection[str]) -> tuple[Arm, ...]:
-        """Return the arms with some settings turned on, where an arm allows them."""
+        """Return every arm with the settings ``names`` turned on, except where its settings exclude one of them."""
         arms = (changed(arm, **dict.fromkeys(names, True)) for arm in self.arms)
         return tuple(arm for arm in arms if excluding(arm) is None)
 
@@ -309,14 +318,14 @@ class Space:
         batch = candidate.per_device_train_batch_size
         return (
             self.plain(candidate.arm) in self.arms
-            # Graphs are for batches of few shapes.
+            # A CUDA graph has one shape, so that batches must come in few lengths.
             and not (self.shapes_vary and candidate.arm.cuda_graphs and candidate.arm.length_multiple is None)
             and self.batches.valid(batch)
             and candidate.gradient_accumulation_steps == self.batches.accumulation(batch)
         )
 
     def has_arm(self, arm: Arm) -> bool:
-        """Return whether an arm is in this space, with or without late settings except memory-saving ones."""
+        """Return whether the space has this arm; late levers (except those that save memory) and loaders may differ."""
         return without(plain_loader(arm), self.late - self.resorts) in self.arms
 
 
@@ -336,7 +345,10 @@ def _precisions_for_dtype(workload: Workload) -> tuple[Precision, ...]:
 def choose_precisions(
     asked: Sequence[Precision] | None, device_has: Sequence[Precision], device_name: str, workload: Workload
 ) -> tuple[Precision, ...]:
-    """Return the precisions to search, best first. Raises an error for one that device or weights do not allow."""
+    """Return the precisions to search, the preferred first: those ``asked`` for, else all that are usable.
+
+    Raises ``DeviceError`` for one that the device lacks, ``InvalidRequestError`` for one that the weights rule out.
+    """
     usable = _precisions_for_dtype(workload)
     for precision in asked or ():
         if precision not in device_has:
@@ -371,11 +383,12 @@ def choose_arms(
     experts: Sequence[str | None] = (None,),
     settings: Mapping[str, Any] | None = None,
 ) -> tuple[Arm, ...]:
-    """Return every combination of settings as an arm.
+    """Return every combination of the given values as an arm, in the order in which a search tries them.
 
     Arms with expandable segments come last: they are never faster at the same batch, so they are worth trying only
-    where memory kept the best arm from a larger one. Before them, arms without checkpointing come first. The
+    where memory kept the best arm from a larger batch. Within each half, arms without checkpointing come first. The
     precision varies fastest. Every arm has the ``settings``; arms whose settings exclude each other are left out.
+    Raises ``InvalidRequestError`` where no arm is left.
     """
     if checkpointing == "on" and not model_checkpoints:
         raise InvalidRequestError(
@@ -396,8 +409,10 @@ def choose_arms(
         for fused in choice_of(liger)
         for precision in precisions
     )
-    whys = {arm: excluding(arm) for arm in arms}
-    allowed = tuple(arm for arm, why in whys.items() if why is None)
+    conflicts = {arm: excluding(arm) for arm in arms}
+    allowed = tuple(arm for arm, conflict in conflicts.items() if conflict is None)
     if not allowed:
-        raise InvalidRequestError(f"nothing is left to search: {next(iter(whys.values()))}", "turn one of the two off")
+        raise InvalidRequestError(
+            f"nothing is left to search: {next(iter(conflicts.values()))}", "turn one of the two off"
+        )
     return allowed

@@ -23,9 +23,9 @@ TF32_UNSET_REVISION = 3
 
 
 class TunedArguments(TypedDict, total=False):
-    """Fields of ``TrainingArguments`` that are tuned, or that training needs to run as it was measured.
+    """Fields of ``TrainingArguments`` that are tuned, or that a training needs to run as its trial did.
 
-    Which there are depends on the candidate, the device and the installed transformers.
+    Which of them are present depends on the candidate, the device and the installed transformers.
     """
 
     per_device_train_batch_size: int
@@ -57,18 +57,17 @@ class TunedArguments(TypedDict, total=False):
 
 
 def checkpointing_field(fields: Collection[str]) -> CheckpointingField:
-    """Return the ``fields`` name for gradient checkpointing in the installed version of ``TrainingArguments``."""
+    """Return the name of the field for gradient checkpointing; ``fields`` are those of ``TrainingArguments`` here."""
     return next((name for name in _CHECKPOINTING_FIELDS if name in fields), _CHECKPOINTING_FIELDS[-1])
 
 
 def training_arguments(
     candidate: Candidate, fields: Collection[str], device_kind: str, revision: int = TF32_UNSET_REVISION
 ) -> TunedArguments:
-    """Return every tuned field with its value, also where it is false, under the names in ``fields``.
+    """Return the fields of ``TrainingArguments`` with which a training runs as a candidate's trial did.
 
-    ``revision`` is the measurement revision of the trial that the fields are to repeat; the current one by default.
-    ``use_reentrant=False`` is what torch recommends for checkpointing, and the only variant that works with frozen
-    inputs.
+    ``fields`` are the names in the installed version. ``revision`` is the trial's measurement revision (it counts up
+    where trials begin to measure in another way); the current one by default.
     """
     arm = candidate.arm
     checkpointing = checkpointing_field(fields)
@@ -82,6 +81,7 @@ def training_arguments(
     arguments[checkpointing] = arm.gradient_checkpointing and not arm.is_sharded
     arguments.update(trainer_fields(arm))  # type: ignore[typeddict-item]
     if arguments[checkpointing]:
+        # torch recommends this variant of checkpointing, the only one that works with frozen inputs.
         kwargs = {"use_reentrant": False} | ({"offload": True} if arm.offload_activations else {})
         arguments[f"{checkpointing}_kwargs"] = kwargs  # type: ignore[literal-required]
     if arm.is_sharded:
@@ -93,17 +93,17 @@ def training_arguments(
         accelerator["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     if arm.non_blocking:
         accelerator["non_blocking"] = True
+        # The filter reads the loss of each micro-step, for which the host waits for the GPU.
+        arguments["logging_nan_inf_filter"] = False
     if accelerator:
         arguments["accelerator_config"] = accelerator
-    if arm.non_blocking:
-        arguments["logging_nan_inf_filter"] = False
     if device_kind == "cpu":
         arguments["use_cpu"] = True
     return arguments
 
 
 def linked_fields(arguments: Mapping[str, Any]) -> dict[str, None]:
-    """Return the fields that must be turned off too, since they would turn on what ``arguments`` turn off.
+    """Return further fields to reset to ``None`` where ``arguments`` turn compilation off; otherwise none.
 
     ``TrainingArguments`` compile where a backend or a mode is given, whatever ``torch_compile`` says.
     """
@@ -132,14 +132,14 @@ def fsdp_settings(arm: Arm) -> dict[str, Any]:
 
 
 def launch_variables(arm: Arm) -> dict[str, str]:
-    """Return the environment variables that make accelerate use context parallelism or hybrid sharding.
+    """Return the environment variables that make accelerate use context parallelism or hybrid sharding, if an arm does.
 
-    ``TrainingArguments`` have a field for it, ``parallelism_config``, which takes an object and no JSON. ``accelerate
-    launch`` sets the same variables from its configuration file.
+    ``accelerate launch`` sets the same ones from its configuration file. The field ``parallelism_config`` of
+    ``TrainingArguments`` takes an object, so that no JSON can hold it.
     """
     sizes = parallelism(arm)
-    names = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
-    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **names} if sizes else {}
+    variables = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
+    return {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", **variables} if sizes else {}
 
 
 def parallelism(arm: Arm) -> dict[str, int]:
@@ -159,9 +159,9 @@ def _fsdp(arm: Arm, fields: Collection[str]) -> TunedArguments:
 
 
 def deepspeed_settings(arm: Arm) -> dict[str, Any]:
-    """Return the settings of DeepSpeed that an arm was measured with, as ``TrainingArguments(deepspeed=…)`` takes them.
+    """Return the settings of DeepSpeed that an arm with ZeRO was measured with, for ``TrainingArguments(deepspeed=…)``.
 
-    The ``Trainer`` fills in each ``"auto"`` from its other arguments. The optimizer is the one that ``optim`` names.
+    The ``Trainer`` fills in each ``"auto"`` from its other arguments, and makes the optimizer that ``optim`` names.
     """
     stage = arm.zero_stage
     assert stage is not None
@@ -200,6 +200,7 @@ def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:
     """
     if arm.precision == "tf32":
         return True
+    # Trials of older measurement revisions set the field to False.
     if device_kind == "cpu" or revision < TF32_UNSET_REVISION:
         return False
     # TrainingArguments turns TF32 on by default for compiled models, which would make fp32 the same as tf32.
@@ -207,7 +208,7 @@ def _tf32(arm: Arm, device_kind: str, revision: int) -> bool | None:
 
 
 def evaluation_arguments(candidate: Candidate) -> TunedArguments:
-    """Return the batch size of evaluation: the same as in training, which needs more memory because of gradients.
+    """Return the field for the batch size of evaluation: that of training, which needs more memory for its gradients.
 
     The ``Trainer``'s default of 8 may not fit where training uses a smaller batch: 8 × 2,048 tokens have 9.3 GiB of
     float32 logits over Qwen2.5's vocabulary, and ran out of 24 GiB on an H200.
@@ -216,7 +217,7 @@ def evaluation_arguments(candidate: Candidate) -> TunedArguments:
 
 
 def data_arguments(data: DataSpec) -> TunedArguments:
-    """Return the fields that reproduce the measured data order and loading; tuned fields override them."""
+    """Return the fields that load a dataset in the order and way that trials did; tuned fields override them."""
     return {
         "dataloader_num_workers": 0,
         "train_sampling_strategy": "group_by_length" if data.group_by_length else "random",
