@@ -1,4 +1,4 @@
-"""Cache answers of trial processes in the database: key → answer, whatever was asked.
+"""Cache answers of trial processes in the database: inspections, looks and predictions, by a key of the question.
 
 An answer whose key is known is found in a SQLite file with Python's own module. A command whose answers are all stored
 imports neither SQLAlchemy nor Alembic, which takes longer than all the rest of it.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 _KINDS: dict[type, str] = {Inspection: "inspection", LookAnswer: "look", PredictionAnswer: "prediction"}
-"""What is stored, and the words for it in the database."""
+"""The types of answers that are stored, and their names in the database."""
 
 T = TypeVar("T", Inspection, LookAnswer, PredictionAnswer)
 
@@ -31,7 +31,7 @@ _QUERY = "SELECT document FROM autotune_answers WHERE key = ?"
 
 
 class Answers:
-    """The stored answers of an open database.
+    """The stored answers of a database that SQLAlchemy has opened.
 
     Each method raises ``StorageError`` where it is locked, damaged or gone.
     """
@@ -68,7 +68,7 @@ class Answers:
 
 
 class AnswerFile:
-    """The answers that are stored in a SQLite file, to read.
+    """The answers in a SQLite file, read without importing SQLAlchemy; the file is opened by the first ``find``.
 
     ``find`` raises ``StorageError`` where it is locked, damaged or gone.
     """
@@ -96,6 +96,7 @@ class AnswerFile:
         except (sqlite3.Error, OSError, ValueError):
             from autotune.store.engine import storage_errors
 
+            # Imported here, since it imports SQLAlchemy; the error is raised again to be translated.
             with storage_errors(self._label):
                 raise
         return _decoded(document, kind)
@@ -108,14 +109,14 @@ class AnswerFile:
 
 
 def _decoded(document: object, kind: type[T]) -> T | None:
-    """Return a stored answer; ``None`` for a damaged one, since the question can be asked again."""
+    """Return the stored answer of a document; ``None`` where it is missing or damaged, since it can be asked again."""
     with contextlib.suppress(ValueError):
         return decode(document, kind) if document is not None else None
     return None
 
 
 def open_answers(location: str, lock_timeout_seconds: float) -> AnswerFile | Answers | None:
-    """Return the answers in a database, without creating or upgrading it; ``None`` without a database.
+    """Return the answers in a database, without creating or upgrading it; ``None`` where its file is missing.
 
     Raises ``StorageError`` where ``location`` is no database location. Unreadable files are detected on reading.
     """

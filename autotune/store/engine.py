@@ -1,4 +1,4 @@
-"""Connect to the database, SQLite's or PostgreSQL, with real transactions, and translate its errors."""
+"""Connect to a SQLite file or a PostgreSQL server, run transactions, and translate database errors to advice."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _ANOTHER = "choose another database with --storage"
 _START = "start the server, correct the host and the port in the URL, or " + _ANOTHER
 _RESUME = "once the server is back, autotune resume goes on with a search that was under way"
 _RIGHTS = "ask the server's administrator to grant it"
-# Codes of errors (https://www.postgresql.org/docs/current/errcodes-appendix.html), the longest that matches first.
+# Message and hint by the beginning of an error's code, of which the longest counts
+# (https://www.postgresql.org/docs/current/errcodes-appendix.html).
 _BY_CODE: dict[str, tuple[str, str]] = {
     "28": ("refused the user or the password", f"correct them in the URL, in ~/.pgpass or PGPASSWORD, or {_ANOTHER}"),
     "3D000": ("does not exist on the server", f"create it with createdb, or {_ANOTHER}"),
@@ -101,7 +102,7 @@ def _postgres_arguments(location: Location) -> dict[str, Any]:
 
     Connections are tested before each use, since a restarted server has closed them.
     """
-    own: dict[str, str | int] = {"connect_timeout": CONNECT_SECONDS, "application_name": "autotune", **_LOST_PEER}
+    defaults: dict[str, str | int] = {"connect_timeout": CONNECT_SECONDS, "application_name": "autotune", **_LOST_PEER}
     return {
         "json_serializer": write_strict_json,
         "json_deserializer": read_strict_json,
@@ -111,22 +112,27 @@ def _postgres_arguments(location: Location) -> dict[str, Any]:
         # A firewall in between may close an idle connection.
         "pool_recycle": 1800,
         "pool_use_lifo": True,
-        "connect_args": {name: value for name, value in own.items() if name not in location.url.query},
+        # What the user's URL says counts.
+        "connect_args": {name: value for name, value in defaults.items() if name not in location.url.query},
     }
 
 
 def _limit_lock_waits(engine: Engine, lock_timeout_seconds: float) -> None:
-    """Set the lock timeout of each connection to a PostgreSQL server."""
+    """Make each connection to a PostgreSQL server give up after this time of waiting for another process's lock."""
 
     @event.listens_for(engine, "connect")
     def limit(dbapi_connection: Any, _record: Any) -> None:
         with dbapi_connection.cursor() as cursor:
             cursor.execute(f"SET lock_timeout = {int(1000 * lock_timeout_seconds)}")
+        # Otherwise the setting would be rolled back with the first transaction that fails.
         dbapi_connection.commit()
 
 
 def _wait_for_restarts(engine: Engine) -> None:
-    """Make an engine wait up to ``RESTART_SECONDS`` for a restarting server; one never reached is an error at once."""
+    """Make an engine wait up to ``RESTART_SECONDS`` for a server that restarts.
+
+    A server that this engine has never reached is an error at once: the user's URL is probably wrong.
+    """
     was_there = False
 
     @event.listens_for(engine, "do_connect")
@@ -135,15 +141,15 @@ def _wait_for_restarts(engine: Engine) -> None:
         deadline = time.monotonic() + RESTART_SECONDS
         while True:
             try:
-                made = dialect.connect(*positional, **named)
+                connection = dialect.connect(*positional, **named)
             except dialect.loaded_dbapi.OperationalError as error:
-                passes = was_there and any(words in str(error) for words in _IN_PASSING)
-                if not passes or time.monotonic() > deadline:
+                may_pass = was_there and any(words in str(error) for words in _IN_PASSING)
+                if not may_pass or time.monotonic() > deadline:
                     raise
                 time.sleep(_POLL_SECONDS)
             else:
                 was_there = True
-                return made
+                return connection
 
 
 @contextmanager
@@ -161,22 +167,21 @@ def migration_lock(engine: Engine) -> Iterator[None]:
 
 
 def _describe_postgres_error(error: BaseException) -> tuple[str, str] | None:
-    """Return the meaning of a PostgreSQL error and a hint; ``None`` for any other error."""
+    """Return message and hint for an error of psycopg, to be put after the database's name; ``None`` for others."""
     if not isinstance(error, postgres_errors()):
         return None
     code: str = getattr(error, "sqlstate", None) or ""
     matching = [known for known in _BY_CODE if code.startswith(known)]
     if matching:
         return _BY_CODE[max(matching, key=len)]
-    said = str(error)
     for words, message, hint in _BY_TEXT:
-        if not code and words in said:
+        if not code and words in str(error):
             return message, hint
     return f"failed: {_first_line(error)}", f"see that the server works, or {_ANOTHER}"
 
 
 def postgres_errors() -> tuple[type[Exception], ...]:
-    """Return psycopg's error class; an empty tuple while psycopg is not imported."""
+    """Return psycopg's error class, for ``isinstance``; an empty tuple while nobody has imported psycopg."""
     module = sys.modules.get("psycopg")
     return (module.Error,) if module is not None else ()
 
@@ -188,8 +193,9 @@ LOCK_TIMEOUT_SECONDS = 60.0
 # than to use it. A search needs two at a time. A service needs up to forty, so its threads wait for each other.
 POOL_SIZE = 20
 
-# The key of an object that stands for a number that JSON has no way to write.
+# The one key of a JSON object that stands for NaN or infinity, which JSON cannot write.
 _FLOAT_KEY = "$float"
+# The execution option by which a transaction says that it writes.
 _WRITES = "autotune_writes"
 _ANOTHER_FILE = "choose another file with --storage"
 
@@ -226,6 +232,7 @@ def read_strict_json(text: str | bytes) -> Any:
 
 
 def _with_marked_floats(value: Any) -> Any:
+    """Return JSON-ready data with an object in place of each NaN and infinity, at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         return {_FLOAT_KEY: str(value)}
     if isinstance(value, dict):
@@ -236,11 +243,16 @@ def _with_marked_floats(value: Any) -> Any:
 
 
 def _marked_float(found: dict[str, Any]) -> Any:
+    """Return the number that a JSON object stands for, or the object itself."""
     return float(found[_FLOAT_KEY]) if found.keys() == {_FLOAT_KEY} else found
 
 
 def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_keys: bool = True) -> Engine:
-    """Return an engine for autotune's tables. Migrations disable foreign keys, since they rebuild tables."""
+    """Return an engine for a database location, which connects when it is first used.
+
+    Migrations disable foreign keys, since they rebuild tables. Raises ``StorageError`` where the driver is missing or
+    asynchronous.
+    """
     arguments: dict[str, Any] = {"json_serializer": functools.partial(json.dumps, separators=(",", ":"))}
     if location.path is not None:
         engine = create_engine(location.url, connect_args={"timeout": lock_timeout_seconds}, **arguments)
@@ -264,14 +276,15 @@ def build_engine(location: Location, lock_timeout_seconds: float, *, foreign_key
 
 
 def _own_transactions(engine: Engine, *, foreign_keys: bool) -> None:
-    """Begin SQLite transactions explicitly: sqlite3 would begin them too late, and commit before a CREATE TABLE.
+    """Make an engine begin SQLite transactions explicitly, in place of Python's sqlite3.
 
-    Writers begin with ``IMMEDIATE``, so that they wait for the lock at the start. SQLite refuses a reader that starts
-    to write midway at once, whatever the timeout.
+    That would begin them too late, and commit before a CREATE TABLE. Writers begin with ``IMMEDIATE``, so that they
+    wait for the lock at the start: SQLite refuses a reader that starts to write midway at once, whatever the timeout.
     """
 
     @event.listens_for(engine, "connect")
     def prepare(dbapi_connection: Any, _record: Any) -> None:
+        # Python's sqlite3 then begins no transactions.
         dbapi_connection.isolation_level = None
         dbapi_connection.execute(f"PRAGMA foreign_keys={'ON' if foreign_keys else 'OFF'}")
 
@@ -299,10 +312,10 @@ def insert_if_absent(connection: Connection, table: Any, values: Mapping[str, An
 
 @contextmanager
 def transaction(engine: Engine, *, writes: bool, is_single: bool = False) -> Iterator[Connection]:
-    """Run one transaction on its own connection: commit at the end, roll back on any exception.
+    """Run the block as one transaction on its own connection: commit at the end, roll back on any exception.
 
-    A read transaction sees the database as of its first query, on a server as well. ``is_single`` means a single
-    statement: a server then needs neither ``BEGIN`` nor ``COMMIT``, each of which is a round trip.
+    A read transaction (not ``writes``) sees the database as of its first query, on a server as well. ``is_single``
+    means a single statement: a server then needs neither ``BEGIN`` nor ``COMMIT``, each of which is a round trip.
     """
     options: dict[str, Any] = {_WRITES: writes}
     if engine.dialect.name == "postgresql":
@@ -316,7 +329,10 @@ def transaction(engine: Engine, *, writes: bool, is_single: bool = False) -> Ite
 
 @contextmanager
 def storage_errors(label: str) -> Iterator[None]:
-    """Translate errors of the database, of its content and of the file system to ``StorageError``."""
+    """Translate errors of the block to ``StorageError``: of the database, of its content and of the file system.
+
+    ``label`` is the database's name in the message.
+    """
     try:
         yield
     except Exception as error:
@@ -327,6 +343,7 @@ def storage_errors(label: str) -> Iterator[None]:
         raise
 
 
+# Always of the database or the file system, of all errors that a block in ``storage_errors`` may raise.
 _FOREIGN = (SQLAlchemyError, sqlite3.Error, OSError, UnicodeError, json.JSONDecodeError)
 
 
@@ -343,7 +360,10 @@ def _is_damage(error: Exception) -> bool:
 
 
 def _translate(label: str, error: BaseException) -> StorageError:
-    """Return the ``StorageError`` for an error of a database or of the file system."""
+    """Return the ``StorageError`` with a hint for an error of a database or of the file system.
+
+    The outermost cause with a known meaning decides; an unknown error is shown by its innermost cause.
+    """
     for cause in _causes(error):
         if (meaning := _describe_postgres_error(cause)) is not None:
             return StorageError(f"{label} {meaning[0]}", meaning[1], may_pass=True)
@@ -372,6 +392,7 @@ def _translate(label: str, error: BaseException) -> StorageError:
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its class where it has none."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -380,13 +401,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
         yield cause
+        # SQLAlchemy keeps the driver's error in ``orig``.
         cause = getattr(cause, "orig", None) or cause.__cause__
 
 
 def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
-    """Use write-ahead logging where it works, else the rollback journal; return the file's mode.
+    """Set a SQLite file's journal mode and return it: write-ahead logging, unless machines share the file system.
 
-    The mode is stored in the file, so it is only written when it differs.
+    Write-ahead logging lets readers and a writer work at once. The mode is stored in the file, so it is only written
+    where it differs.
     """
     wanted = "delete" if shared_file_system else "wal"
     with engine.connect() as connection:
@@ -405,10 +428,10 @@ def choose_journal(engine: Engine, *, shared_file_system: bool) -> str:
 
 
 def leave_syncing_to_checkpoints(engine: Engine) -> None:
-    """Make commits not wait for the disk, in a file with a write-ahead log; for a service with many small commits.
+    """Make commits to a file with a write-ahead log not wait for the disk: a service has many small ones.
 
-    A killed process loses nothing by it. After a power failure recent commits may be missing, but the file is intact
-    (https://www.sqlite.org/pragma.html#pragma_synchronous).
+    SQLite then waits only when it copies the log into the file. A killed process loses nothing by it. After a power
+    failure recent commits may be missing, but the file is intact (https://www.sqlite.org/pragma.html#pragma_synchronous).
     """
     if engine.dialect.name != "sqlite":
         return
@@ -418,16 +441,17 @@ def leave_syncing_to_checkpoints(engine: Engine) -> None:
         if dbapi_connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
             dbapi_connection.execute("PRAGMA synchronous=NORMAL")
 
-    # Existing connections do not have the setting.
+    # Close the existing connections, which do not have the setting.
     engine.dispose()
 
 
 def sync_log(path: Path | None) -> None:
-    """Wait until the disk has all commits to a file, for use after ``leave_syncing_to_checkpoints``; none for a server.
+    """Wait until all commits to a SQLite file are on the disk, after ``leave_syncing_to_checkpoints``.
 
-    A checkpoint would do as well, but the next writer would wait for the disk again, to start a new log. SQLite holds
-    no lock on the log's file, so that it may be opened and closed here. The kernel joins the waits of several threads:
-    1,600 of 40 threads took 0.14 s on an SSD with ext4, no longer than where one thread waited for all.
+    Does nothing for a server, whose path is ``None``. A checkpoint would do as well, but the next writer would
+    wait for the disk again, to start a new log. SQLite holds no lock on the log's file, so that it may be opened and
+    closed here. The kernel joins the waits of several threads: 1,600 of 40 threads took 0.14 s on an SSD with ext4, no
+    longer than where one thread waited for all.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""Lease a study to one process at a time: a row with a token and an expiry, taken and renewed by compare-and-set.
+"""Lease a study to one process at a time, by a row with a token and an expiry that is replaced only if unchanged.
 
 A lease holds between hosts, where a file lock does not. Whoever writes a study's records names the token of its lease,
 and a write whose lease was lost is refused. Hosts that share a database need clocks that agree to a few seconds.
@@ -29,10 +29,11 @@ RENEWALS = 4
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Who works on a study."""
+    """Who works on a study, and until when this holds without a renewal."""
 
     name: str
     token: str
+    """A random text by which the owner shows that the lease is still its own."""
     owner: Owner
     acquired_at: datetime
     heartbeat_at: datetime
@@ -60,7 +61,7 @@ class Leases:
         A lease is free where it does not exist, has expired, or belonged to a process of this machine that has ended:
         after ``kill -9`` nobody waits for the expiry.
         """
-        moment = self._clock()
+        taken_at = self._clock()
         values = {
             "token": token,
             "owner": owner.user,
@@ -68,13 +69,13 @@ class Leases:
             "machine": owner.machine,
             "pid": owner.pid,
             "process_started": owner.started,
-            "acquired_at": moment,
-            "heartbeat_at": moment,
-            "expires_at": moment + timedelta(seconds=lease_seconds),
+            "acquired_at": taken_at,
+            "heartbeat_at": taken_at,
+            "expires_at": taken_at + timedelta(seconds=lease_seconds),
         }
         with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
             while not insert_if_absent(connection, LeaseRow, {"name": name, **values}):
-                # Where writers do not wait for each other, another may write between any two of these statements.
+                # On a server, another process may change the row between any two of these statements: then try again.
                 lease = find_lease(connection, name)
                 if lease is None:
                     continue
@@ -87,8 +88,8 @@ class Leases:
 
     def renew(self, name: str, token: str) -> bool:
         """Extend a lease; return whether it still has this token."""
-        moment = self._clock()
-        values = {"heartbeat_at": moment, "expires_at": moment + timedelta(seconds=LEASE_SECONDS)}
+        renewed_at = self._clock()
+        values = {"heartbeat_at": renewed_at, "expires_at": renewed_at + timedelta(seconds=LEASE_SECONDS)}
         own = (LeaseRow.name == name) & (LeaseRow.token == token)
         with storage_errors(self._label), transaction(self._engine, writes=True) as connection:
             return connection.execute(update(LeaseRow).where(own).values(**values)).rowcount == 1
@@ -100,16 +101,17 @@ class Leases:
             connection.execute(delete(LeaseRow).where(own))
 
     def holder(self, name: str) -> Lease | None:
-        """Return the valid lease of a name; ``None`` without a holder."""
+        """Return the lease of this name if somebody holds it; ``None`` where it is free."""
         with storage_errors(self._label), transaction(self._engine, writes=False) as connection:
             return self.held_in(connection, name)
 
     def held_in(self, connection: Connection, name: str) -> Lease | None:
-        """Return the valid lease of a name within an open transaction; ``None`` without a holder."""
+        """Return ``holder``, read within an open transaction."""
         lease = find_lease(connection, name)
         return lease if lease is not None and self._is_held(lease) else None
 
     def _is_held(self, lease: Lease) -> bool:
+        """Return whether a lease has not expired, and its owner is not known to have ended."""
         return lease.expires_at > self._clock() and not lease.owner.is_gone()
 
 
@@ -140,7 +142,7 @@ def renewed(leases: Leases, name: str, token: str) -> Iterator[None]:
 def find_lease(connection: Connection, name: str, *, locks_row: bool = False) -> Lease | None:
     """Return the lease of this name, even if expired; ``None`` where there is none.
 
-    With ``locks_row``, its row stays locked until this write transaction ends.
+    With ``locks_row``, nobody can take it over until this write transaction ends.
     """
     query = select(*LeaseRow.__table__.columns).where(LeaseRow.name == name)
     if locks_row:

@@ -1,4 +1,4 @@
-"""Resolve where the database is: a file or a URL, as the user wrote it and as SQLAlchemy needs it.
+"""Resolve the location of the database: from a path or URL of the user to a URL for SQLAlchemy.
 
 SQLAlchemy is imported when a location is resolved, which takes as long as all the rest of a short command.
 """
@@ -22,6 +22,7 @@ LOCATION_VARIABLE = "AUTOTUNE_STORAGE"
 
 _URL_START = re.compile(r"[A-Za-z][A-Za-z0-9_+.-]*://")
 _PLAIN_URL = "sqlite:///"
+# What in a path may mean more than a plain path to SQLAlchemy.
 _UNCERTAIN = re.compile(r"://|[?%#]")
 POSTGRES_EXAMPLE = "postgresql+psycopg://user@host/database"
 _POSTGRES_NAMES = ("postgresql", "postgres")
@@ -56,11 +57,11 @@ class Location:
 
     @property
     def another(self) -> str:
-        """The advice to choose another database, for the end of a hint."""
+        """The end of a hint: ``choose another file with --storage``, or ``database``."""
         return f"choose another {'file' if self.path is not None else 'database'} with --storage"
 
     def beside(self, name: str) -> Location:
-        """Return another SQLite file in the same folder, with the same label."""
+        """Return the location of the SQLite file ``name`` in the same folder; messages show the same label."""
         assert self.path is not None
         path = self.path.with_name(name)
         return Location(self.url.set(database=str(path)), path, self.label)
@@ -101,7 +102,10 @@ def resolve_location(location: str) -> Location:
 
 
 def plain_path(location: str) -> Path | None:
-    """Return the path of a location that is certainly a plain SQLite file, else ``None``."""
+    """Return the path of a location that is certainly a plain SQLite file, without importing SQLAlchemy.
+
+    ``None`` where only ``resolve_location`` can tell, as for most URLs.
+    """
     text = location.strip()
     name = text.removeprefix(_PLAIN_URL)
     if not name or name.startswith((":", "sqlite:", "file:")) or _UNCERTAIN.search(name) or _surrogates(name):
@@ -113,7 +117,10 @@ def plain_path(location: str) -> Path | None:
 
 
 def _file_location(url: URL, name: str, label: str) -> Location:
-    """Return the location of a SQLite file. Raises ``StorageError`` for a path that no URL can contain."""
+    """Return the location of a SQLite file, with ``url`` completed by its path.
+
+    Raises ``StorageError`` for a path that no URL can contain.
+    """
     from sqlalchemy import make_url
 
     try:
@@ -147,6 +154,7 @@ def _surrogates(text: str) -> bool:
 
 
 def _not_a_file_error(text: str) -> StorageError:
+    """Return the error for SQLite databases that are no file of their own, such as those in memory."""
     return StorageError(
         f"{text!r} does not name a SQLite file", "give a path such as studies/autotune.db, or sqlite:///path/to/file.db"
     )
@@ -163,6 +171,7 @@ def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
             mounts = Path("/proc/mounts").read_text(encoding="utf-8", errors="surrogateescape")
         except OSError:
             return False
+    # The file system of the longest mount point above the file, and its kind.
     target = os.path.realpath(path)
     longest, kind = 0, ""
     for line in mounts.splitlines():
@@ -171,9 +180,9 @@ def on_network_file_system(path: Path, mounts: str | None = None) -> bool:
             continue
         # Special characters are written as a backslash and three octal digits.
         mount_point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), fields[1])
-        below = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
+        is_below = target == mount_point or target.startswith(mount_point.rstrip("/") + "/")
         # Of two mounts at one place, the later hides the earlier.
-        if below and len(mount_point) >= longest:
+        if is_below and len(mount_point) >= longest:
             longest, kind = len(mount_point), fields[2]
     is_shared_fuse = kind.startswith("fuse.") and kind not in _LOCAL_FUSE
     return is_shared_fuse or kind in _NETWORK_FILE_SYSTEMS

@@ -65,7 +65,7 @@ def current_revision(location: str) -> tuple[str | None, str]:
 
 
 def upgrade(location: str) -> tuple[str | None, str]:
-    """Upgrade autotune's tables; return the revision before (``None`` without tables) and after.
+    """Upgrade autotune's tables to the newest revision; return the former one (``None`` without tables) and the newest.
 
     A missing file is created. Raises ``StorageError`` as ``open_store`` does.
     """
@@ -89,7 +89,7 @@ def _check_file(place: Location, path: Path) -> None:
 
 
 def _create_file(place: Location, path: Path, lock_timeout_seconds: float) -> None:
-    """Create the file under a temporary name, and move it into place when it is complete.
+    """Create a database file with tables under a temporary name, and move it into place when it is complete.
 
     So no process sees an incomplete database, whether this process is killed, the disk is full, or another process
     creates the same file at the same time (the first file stays).
@@ -102,6 +102,7 @@ def _create_file(place: Location, path: Path, lock_timeout_seconds: float) -> No
         os.close(private_opener(str(draft.path), os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         _upgrade_tables(draft, lock_timeout_seconds)
         try:
+            # Unlike a rename, a link replaces no file that another process made meanwhile.
             os.link(draft.path, path)
         except FileExistsError:
             pass
@@ -139,11 +140,14 @@ def _open(place: Location, lock_timeout_seconds: float, *, create: bool) -> Stor
 
 
 def _inspect(engine: Engine, place: Location) -> tuple[bool, bool]:
-    """Return whether the database has autotune's tables, and whether their revision is the newest; refuse others'."""
+    """Return whether the database has autotune's tables, and whether their revision is the newest.
+
+    Raises ``StorageError`` for the file of another program, and for tables of a newer autotune.
+    """
     with transaction(engine, writes=False) as connection:
         names = inspect(connection).get_table_names()
         has_tables = any(name.startswith(PREFIX) for name in names)
-        # Optuna's tables have a version_info.
+        # Older versions kept Optuna's tables, among them version_info, in the same database.
         may_be_ours = has_tables or not names or "version_info" in names
         # A server's database is often shared with other programs, a file hardly ever.
         if place.path is not None and not may_be_ours:
@@ -163,23 +167,29 @@ def _inspect(engine: Engine, place: Location) -> tuple[bool, bool]:
 
 @functools.cache
 def _revisions(folder: Path) -> tuple[frozenset[str], str | None]:
-    """Return all revisions in a folder, and the newest. To read them took a third of the time of opening a store."""
+    """Return all revisions of the migrations in a folder, and the newest.
+
+    Cached, since reading them took a third of the time of opening a store.
+    """
     scripts = ScriptDirectory(folder)
     return frozenset(script.revision for script in scripts.walk_revisions()), scripts.get_current_head()
 
 
 def migrations_folder() -> Path:
-    """Return Alembic's folder: ``autotune/_migrations`` when installed, ``alembic`` in a checkout."""
+    """Return the folder of Alembic's migrations: ``autotune/_migrations`` when installed, ``alembic`` in a checkout.
+
+    Raises ``StorageError`` where it is missing.
+    """
     package = Path(autotune.__file__).resolve().parent
     for folder in (package / "_migrations", package.parent / "alembic"):
-        # Alembic itself may be installed beside the package, but that folder has no env.py.
+        # ``alembic`` beside an installed package may be the library itself, which has no env.py.
         if (folder / "env.py").is_file() and (folder / "versions").is_dir():
             return folder
     raise StorageError(f"this installation of autotune at {package} lacks its migrations", "install it again with pip")
 
 
 def head_revision() -> str:
-    """Return the newest revision that this autotune knows."""
+    """Return the newest revision that this autotune knows; raises ``StorageError`` where its migrations are missing."""
     folder = migrations_folder()
     _, head = _revisions(folder)
     if head is None:
@@ -193,14 +203,14 @@ def recorded_revision(connection: Connection) -> str | None:
 
 
 def _upgrade_tables(location: Location, lock_timeout_seconds: float) -> None:
-    """Upgrade autotune's tables to the newest revision in one transaction; newest ones stay as they are."""
+    """Create or upgrade autotune's tables to the newest revision in one transaction."""
     engine = build_engine(location, lock_timeout_seconds, foreign_keys=False)
     config = Config()
-    # A % would start an interpolation.
+    # In Alembic's configuration a single % starts an interpolation.
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     try:
         with transaction(engine, writes=True) as connection:
-            # Used by ``env.py``.
+            # ``env.py`` of the migrations runs them on this connection.
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
     except CommandError as error:

@@ -1,8 +1,8 @@
-"""Keep the queue of a service: jobs with their states and attempts, what happened to them, and tokens.
+"""Keep the queue of a service: jobs with their states, attempts and events, and the tokens of its clients.
 
 A search that is handed to a service is a job. The service starts it on free devices, which is an attempt. Attempts of
-a job count up and their number is never used again: what is written names the attempt, and what a former attempt says
-changes nothing.
+a job count up and their number is never used again: every write names its attempt, and one of a former attempt is
+refused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Role = Literal["read", "run", "admin"]
 ENDED: tuple[JobState, ...] = ("finished", "failed", "cancelled")
 JOB_STATES: tuple[JobState, ...] = get_args(JobState)
 
-# Threads of one process that write to a server at a time, fewer than it has connections. Of fifty threads that started
+# Threads of a process that write to a server at a time, fewer than its connections. Of fifty threads that started
 # and ended jobs on two busy cores, a start took 58 ms in the median without this limit, and 18 ms with it.
 _WRITERS_TO_A_SERVER = 8
 JobOrder = Literal["submitted", "study", "owner", "state", "device", "batch", "took"]
@@ -68,13 +68,13 @@ MOST_LOSSES = 3
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a job needs of a machine; ``None`` leaves it open."""
+    """The devices that a job needs; ``None`` stands for any."""
 
     device_kind: str | None = None
     gpu: str | None = None
     """A part of the GPU's name, in lower case."""
     memory_bytes: int | None = None
-    """Memory that the device has in all."""
+    """Least total memory of each device."""
     count: int = 1
 
     def describe(self) -> str:
@@ -92,7 +92,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The devices of a machine that are equal in kind, name and memory."""
+    """Free devices of a machine, equal in kind, name and memory, for which the queue has to choose a job."""
 
     device_kind: str
     device_name: str
@@ -100,7 +100,7 @@ class Offer:
     count: int = 1
 
     def meets(self, needs: Needs) -> bool:
-        """Return whether these devices meet a job's needs, as ``Queue.next_for`` decides in SQL."""
+        """Return whether these devices meet a job's needs, by the same rules as ``_FITS`` in SQL."""
         return (
             needs.device_kind in (None, self.device_kind)
             and (needs.gpu is None or needs.gpu in self.device_name.lower())
@@ -123,19 +123,19 @@ class JobRecord:
     state: JobState
     is_cancel_asked: bool
     attempts: int
-    """How often it was started; the number of the attempt that runs."""
+    """How often it was started, which is also the number of the latest attempt."""
     losses: int
     """How many of its attempts ended because their process or node was lost."""
     heard: int
-    """The number of the last message of the attempt that is recorded."""
+    """The number of the last message from the running attempt whose content is recorded here."""
     device: Document | None
     """Where it runs, or ran last: a host and the devices there."""
     problem: Document | None
     """Why it failed: an exit code, a message and a hint, as on the command line."""
     status: Document | None
-    """What runs now."""
+    """What it does now, as the running attempt last reported it."""
     events: int
-    """How many events it has."""
+    """How many events it has, which is also the number of the latest event."""
     submitted_by: str
     submitted_at: datetime
     started_at: datetime | None
@@ -176,35 +176,35 @@ _JOB, _EVENT, _TOKEN = (row.metadata.tables[row.__tablename__] for row in (JobRo
 
 
 class AttemptOverError(Exception):
-    """The job has ended, waits again, or is run by a later attempt."""
+    """An attempt no longer runs its job: the job has ended, is queued again, or is run by a later attempt."""
 
 
 Event = tuple[str, Document]
 
 
 class PrioritySemaphore:
-    """Admits ``places`` threads at a time: urgent ones first, others in the order in which they asked.
+    """Admits ``places`` threads at a time to write: urgent ones first, others in the order in which they asked.
 
-    SQLite admits one writer. Waiting for its lock means sleeping between tries; a thread that waits here is woken at
+    SQLite admits one writer, and who waits for its lock sleeps between tries; a thread that waits here is woken at
     once. A server admits many, but a process has a limited number of connections, which are given out in no order.
     """
 
     def __init__(self, places: int) -> None:
         self._changed = threading.Condition()
-        self._free = places
+        self._free_places = places
         self._waiting: list[tuple[bool, int]] = []
-        """The waiting threads in their order: whether not urgent, and a number that counts up."""
-        self._tickets = itertools.count()
+        """A ticket for each waiting thread, sorted: whether it is not urgent, and a number that counts up."""
+        self._ticket_numbers = itertools.count()
 
     @contextlib.contextmanager
     def take(self, *, is_urgent: bool = False) -> Iterator[None]:
         """Hold a place for the duration of the block, after waiting for it."""
         with self._changed:
-            ticket = not is_urgent, next(self._tickets)
+            ticket = not is_urgent, next(self._ticket_numbers)
             bisect.insort(self._waiting, ticket)
             try:
-                self._changed.wait_for(lambda: self._free and self._waiting[0] == ticket)
-                self._free -= 1
+                self._changed.wait_for(lambda: self._free_places and self._waiting[0] == ticket)
+                self._free_places -= 1
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
@@ -212,14 +212,14 @@ class PrioritySemaphore:
             yield
         finally:
             with self._changed:
-                self._free += 1
+                self._free_places += 1
                 self._changed.notify_all()
 
 
 class Queue:
     """The jobs in an open database. Each method raises ``StorageError`` where that is locked, damaged or gone.
 
-    ``clock`` tells when something happened.
+    ``clock`` returns the time to record.
     """
 
     def __init__(self, engine: Engine, label: str, clock: Callable[[], datetime] = now) -> None:
@@ -240,7 +240,10 @@ class Queue:
         submitted_by: str = "",
         idempotency_key: str | None = None,
     ) -> tuple[JobRecord, bool]:
-        """Add a job; return it and whether it is new. With a known ``idempotency_key``, return its job unchanged."""
+        """Add a job; return it and whether it is new.
+
+        A client that submits again after a lost answer gives the same ``idempotency_key``: its first job is returned.
+        """
         job_id = new_id()
         values = {
             "id": job_id,
@@ -258,9 +261,9 @@ class Queue:
             "idempotency_key": idempotency_key,
         }
         add = postgresql.insert(_JOB) if self._engine.dialect.name == "postgresql" else sqlite.insert(_JOB)
+        add_if_new = add.on_conflict_do_nothing(index_elements=[_JOB.c.idempotency_key])
         with self._transaction(writes=True) as connection:
-            unless_known = add.on_conflict_do_nothing(index_elements=[_JOB.c.idempotency_key])
-            row = connection.execute(unless_known.returning(*_JOB.c), values).first()
+            row = connection.execute(add_if_new.returning(*_JOB.c), values).first()
             if row is None:
                 known = connection.execute(_JOBS.where(_JOB.c.idempotency_key == idempotency_key)).one()
                 return _record_of(known), False
@@ -268,13 +271,13 @@ class Queue:
             return _record_of(row), True
 
     def job_with_key(self, idempotency_key: str) -> JobRecord | None:
-        """Return the job that was submitted under this key; ``None`` without one."""
+        """Return the job that was submitted with this ``idempotency_key``; ``None`` without one."""
         return self._first_job(_JOBS.where(_JOB.c.idempotency_key == idempotency_key))
 
     def job(self, job_id: str) -> JobRecord | None:
         """Return the job with this id, or the latest job of the study with this name; ``None`` without one."""
         if "\0" in job_id:
-            # No job's name; a PostgreSQL server refuses to look for it.
+            # No name has a zero byte, and a PostgreSQL server refuses to look for one.
             return None
         return self._first_job(_JOB_NAMED, name=job_id)
 
@@ -289,7 +292,7 @@ class Queue:
     ) -> list[JobRecord]:
         """Return at most ``most`` jobs that meet every condition given, newest first.
 
-        ``before`` limits their numbers to smaller ones, ``request`` is compared as a whole.
+        ``before``: jobs with a smaller number, for the next page. ``request``: jobs with exactly this request.
         """
         if study is not None and "\0" in study:
             return []
@@ -309,17 +312,19 @@ class Queue:
     def listed(
         self, *, states: Sequence[JobState], containing: str, order: JobOrder, is_ascending: bool, skip: int, most: int
     ) -> list[JobRecord]:
-        """Return jobs whose study, owner, training or device contains a text, sorted, and newest first among equals.
+        """Return a page of the table of jobs: ``most`` jobs after the first ``skip``, sorted by a column ``order``.
 
-        The device is where a job runs, or which it needs. Jobs without a value come last.
+        They are in one of ``states`` (any if empty), and their study, owner, model, code or device (in use or needed)
+        contains the text ``containing``. Jobs without a value to sort by come last, equal ones newest first.
         """
         query = _JOBS.where(_JOB.c.state.in_(states)) if states else _JOBS
         model, device = _JOB.c.request["model"].as_string(), _JOB.c.device["name"].as_string()
         if containing:
             code = _JOB.c.request["code"].as_string()
-            places = (_JOB.c.study, _JOB.c.submitted_by, model, code, device, _JOB.c.needs_kind, _JOB.c.needs_gpu)
-            query = query.where(or_(*(place.icontains(containing, autoescape=True) for place in places)))
+            columns = (_JOB.c.study, _JOB.c.submitted_by, model, code, device, _JOB.c.needs_kind, _JOB.c.needs_gpu)
+            query = query.where(or_(*(column.icontains(containing, autoescape=True) for column in columns)))
         took: ColumnElement[Any] = _JOB.c.ended_at - _JOB.c.started_at
+        # SQLite stores times as text, which it cannot subtract.
         if self._engine.dialect.name == "sqlite":
             took = func.julianday(_JOB.c.ended_at) - func.julianday(_JOB.c.started_at)
         keys: dict[JobOrder, ColumnElement[Any]] = {
@@ -349,9 +354,10 @@ class Queue:
         return int(self._rows(_COUNT_QUEUED)[0][0])
 
     def ahead_of(self, jobs: Sequence[JobRecord]) -> dict[str, int]:
-        """Return the number of queued jobs before each of these jobs, by id."""
+        """Return by job id how many queued jobs start before each of these jobs."""
         if not jobs:
             return {}
+        # As PLACE_IN_QUEUE in SQL. Only the places between the first and the last job are read; the rest is counted.
         places = {job.id: job.number - PLACES_PER_PRIORITY * job.priority for job in jobs}
         first, last = min(places.values()), max(places.values())
         with self._transaction() as connection:
@@ -364,15 +370,20 @@ class Queue:
         return [JobEvent(*row) for row in self._rows(_EVENTS, job_id=job_id, after=after, most=most)]
 
     def cancel(self, job_id: str) -> JobRecord | None:
-        """Cancel a queued job; mark a running job, which its runner has to cancel. Return the job's new record.
+        """Cancel a queued job at once, or ask the runner of a running job to cancel it; return the job's new record.
 
-        Return ``None`` for an unknown id.
+        Returns ``None`` for an unknown id.
         """
-        moment = self.clock()
+        cancelled_at = self.clock()
         with self._transaction(writes=True) as connection:
             queued = and_(_JOB.c.id == job_id, _JOB.c.state == "queued")
-            ended = {"state": "cancelled", "is_cancel_asked": True, "ended_at": moment, "events": _JOB.c.events + 1}
-            row = connection.execute(update(_JOB).where(queued).values(**ended).returning(_JOB.c.events)).first()
+            cancelled = {
+                "state": "cancelled",
+                "is_cancel_asked": True,
+                "ended_at": cancelled_at,
+                "events": _JOB.c.events + 1,
+            }
+            row = connection.execute(update(_JOB).where(queued).values(**cancelled).returning(_JOB.c.events)).first()
             if row is not None:
                 self._insert_events(connection, job_id, row[0], [("state", {"state": "cancelled"})])
             running = and_(_JOB.c.id == job_id, _JOB.c.state == "running")
@@ -402,7 +413,7 @@ class Queue:
         )
 
     def start(self, job_id: str, device: Document) -> JobRecord | None:
-        """Record that a queued job starts on these devices; return ``None`` if it is no longer queued."""
+        """Record that a queued job starts on these devices; return the job, or ``None`` if it is no longer queued."""
         given = {"job_id": job_id, "new_device": device, "moment": self.clock()}
         # Before other writes: a device is idle until its job starts.
         with self._transaction(writes=True, is_urgent=True) as connection:
@@ -415,7 +426,7 @@ class Queue:
 
     @contextlib.contextmanager
     def writing(self, job_id: str, attempt: int, events: Sequence[Event], **changes: Any) -> Iterator[Connection]:
-        """Write events and ``changes`` of a running job in one transaction, which the block may extend.
+        """Write new events and changed columns of a running job in a transaction, in which the block may write more.
 
         Raises ``AttemptOverError`` where this attempt no longer runs the job; nothing is written then.
         """
@@ -429,7 +440,7 @@ class Queue:
             yield connection
 
     def end(self, job_id: str, attempt: int, state: JobState, problem: Document | None = None) -> None:
-        """Record the end of a job. Raises ``AttemptOverError`` where this attempt no longer runs the job."""
+        """Record that a job has ended. Raises ``AttemptOverError`` where this attempt no longer runs the job."""
         event = ("state", {"state": state, **({"problem": problem} if problem else {})})
         with self.writing(job_id, attempt, [event], state=state, problem=problem, ended_at=self.clock(), status=None):
             pass
@@ -437,10 +448,9 @@ class Queue:
     def put_back(self, job_id: str, attempt: int, why: str, *, is_lost: bool) -> JobState:
         """Put a job back into the queue after an attempt without a result; return its new state.
 
-        A job to be cancelled is cancelled. A job that has lost too many attempts has failed. Raises
-        ``AttemptOverError`` where this attempt no longer runs the job.
+        ``is_lost``: the attempt's process or node was lost. After ``MOST_LOSSES`` of these the job has failed instead;
+        a job that is to be cancelled is cancelled. Raises ``AttemptOverError`` where this attempt no longer runs it.
         """
-        moment = self.clock()
         with self._transaction(writes=True) as connection:
             row = connection.execute(_JOBS.where(_running(job_id, attempt)).with_for_update()).first()
             if row is None:
@@ -464,7 +474,7 @@ class Queue:
             elif problem is not None:
                 event["problem"] = problem
             values: dict[str, Any] = {"state": state, "problem": problem, "status": None, "losses": losses}
-            values |= {"events": job.events + 1, "ended_at": moment if state in ENDED else None}
+            values |= {"events": job.events + 1, "ended_at": self.clock() if state in ENDED else None}
             connection.execute(update(_JOB).where(_JOB.c.id == job_id).values(**values))
             self._insert_events(connection, job_id, job.events + 1, [("state", event)])
         return state
@@ -517,21 +527,20 @@ class Queue:
     def _transaction(
         self, *, writes: bool = False, is_urgent: bool = False, is_single: bool = False
     ) -> Iterator[Connection]:
-        """Open a transaction; a writer first waits for its turn among this process's writers."""
+        """Open a transaction (see ``engine.transaction``); a writer waits for its turn among this process's writers."""
         place = self._writers.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
         opened = transaction(self._engine, writes=writes, is_single=is_single)
         with place, storage_errors(self._label), opened as connection:
             yield connection
 
     def _insert_events(self, connection: Connection, job_id: str, last: int, events: Sequence[Event]) -> None:
-        """Insert events of a job, numbered up to ``last``."""
+        """Insert events of a job, numbered so that the final one has the number ``last``."""
         if not events:
             return
-        moment = self.clock()
-        first = last - len(events) + 1
+        created_at = self.clock()
         rows = [
-            {"job_id": job_id, "number": first + place, "kind": kind, "document": document, "created_at": moment}
-            for place, (kind, document) in enumerate(events)
+            {"job_id": job_id, "number": number, "kind": kind, "document": document, "created_at": created_at}
+            for number, (kind, document) in enumerate(events, start=last - len(events) + 1)
         ]
         connection.execute(_ADD_EVENTS, rows)
 
@@ -544,7 +553,7 @@ def _running(job_id: Any, attempt: Any) -> ColumnElement[bool]:
     return and_(_JOB.c.id == job_id, _JOB.c.state == "running", _JOB.c.attempts == attempt)
 
 
-# Statements that run with every request are made once: to make one takes as long as to run it.
+# Statements that run with every request are made once, since making one takes as long as running it.
 _JOBS = select(_JOB)
 _JOB_NAMED = (
     _JOBS.where(or_(_JOB.c.id == bindparam("name"), _JOB.c.study == bindparam("name")))
@@ -561,7 +570,7 @@ _PLACES_BETWEEN = (
     .where(_QUEUED, _place >= bindparam("first", type_=Integer), _place <= bindparam("last", type_=Integer))
     .order_by(_place)
 )
-# Whether a job's needs are met by an offer, as ``Offer.meets`` says.
+# The SQL condition that an offer meets a job's needs, by the rules of ``Offer.meets``.
 _FITS = and_(
     or_(_JOB.c.needs_kind.is_(None), _JOB.c.needs_kind == bindparam("device_kind")),
     or_(_JOB.c.needs_gpu.is_(None), bindparam("device_name", type_=String).contains(_JOB.c.needs_gpu)),
@@ -594,13 +603,17 @@ _TOKENS = select(*(_TOKEN.c[name] for name in ("digest", "id", "name", "role", "
 
 @functools.cache
 def _write_running(names: tuple[str, ...]) -> Update:
-    """Return the statement that updates these columns of a running job, and its number of events."""
+    """Return the statement that updates the columns ``names`` of a running job, and its number of events.
+
+    Its parameters are ``job_id``, ``attempt``, the number of ``added`` events, and ``new_…`` for each column.
+    """
     values = {name: bindparam(f"new_{name}", type_=_JOB.c[name].type) for name in names}
     statement = update(_JOB).where(_running(bindparam("job_id"), bindparam("attempt"))).values(**values)
     return statement.values(events=_JOB.c.events + bindparam("added", type_=Integer)).returning(_JOB.c.events)
 
 
 def _record_of(row: Row[Any]) -> JobRecord:
+    """Return the job of a row."""
     columns = row._mapping
     needs = Needs(columns["needs_kind"], columns["needs_gpu"], columns["needs_memory_bytes"], columns["needs_count"])
     return JobRecord(needs=needs, **{name: columns[name] for name in _JOB_FIELDS if name != "needs"})

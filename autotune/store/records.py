@@ -74,7 +74,7 @@ class StudyRecord:
     """One search: its request, its memory ceiling, and how it ended."""
 
     name: str
-    """Unique."""
+    """Unique in the database."""
     workload_id: str
     environment_id: str
     request: Document
@@ -88,7 +88,8 @@ class StudyRecord:
     left_out: tuple[LeftOut, ...] = ()
     """The arms that had no trial, where the search ended because nothing was worth one."""
     look: Look | None = None
-    """What the look at the winner's training found; ``None`` before it, and in studies of versions without one."""
+    """What the look, which compares the winner's first step with that of the training asked for, found; ``None``
+    before it, and in studies of versions without one."""
     best_trial_id: str | None = None
     baseline_trial_id: str | None = None
     started_at: datetime = field(default_factory=now)
@@ -99,11 +100,11 @@ class StudyRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrialRecord:
-    """One trial. Without an outcome it is running, or was when its process was killed."""
+    """One trial. Without an outcome it is running, or was running when the search was killed."""
 
     study_id: str
     number: int
-    """Of the trial within the study, from 0. Numbers are missing where an older version recorded what was not run."""
+    """Counts the study's trials from 0. Some are missing where older versions numbered candidates that were not run."""
     candidate: Candidate
     workload_id: str
     environment_id: str
@@ -160,9 +161,10 @@ _MOST_DISTURBANCES_IN_ALL = 10
 
 
 class Repeats:
-    """Decides from a study's trials, taken in order, which of them count and which candidates are run again.
+    """Decides from a study's trials, taken in order, which trials count and which candidates are run again.
 
-    The result is the same during the search and when read from the record.
+    A trial that was interrupted, failed by an outside cause, or was disturbed (others used the CPU or the GPU) is set
+    aside a few times. It needs the recorded trials only, so that a resumed search decides as before.
     """
 
     def __init__(self) -> None:
@@ -178,7 +180,10 @@ class Repeats:
         return [(stage, candidate) for candidate, stage in self._owed.items()]
 
     def take(self, trial: TrialRecord) -> TrialRecord | None:
-        """Return the trial that counts for the candidate, this or an earlier one; ``None`` where it needs another."""
+        """Take the next ended trial; return the one that counts for its candidate, this or an earlier one.
+
+        ``None`` where the candidate has to be run again: it is in ``owed`` until then.
+        """
         kind = _kind_of_repeat(trial)
         if kind is None:
             self._owed.pop(trial.candidate, None)
@@ -211,5 +216,5 @@ def _kind_of_repeat(trial: TrialRecord) -> str | None:
 
 
 def _speed(trial: TrialRecord) -> float:
-    """Return the samples a second of a trial; 0 where it did not complete."""
+    """Return the speed of a trial in samples a second; 0 where it did not complete."""
     return trial.outcome.measurement.samples_per_second if isinstance(trial.outcome, Completed) else 0.0

@@ -49,13 +49,14 @@ class Store:
         self.leases = Leases(engine, location.label)
         """Who works on which study."""
         self._held: tuple[str, str] | None = None
+        """The study that this process works on, with the token of its lease; see ``hold``."""
 
     def close(self) -> None:
         """Close every connection. The store cannot be used afterwards; closing it twice is allowed."""
         self.engine.dispose()
 
     def sync(self) -> None:
-        """Wait until the disk has what was committed, where commits do not (``leave_syncing_to_checkpoints``)."""
+        """Wait until all commits are on the disk, where a commit itself does not (``leave_syncing_to_checkpoints``)."""
         sync_log(self.path)
 
     def __enter__(self) -> Self:
@@ -67,7 +68,10 @@ class Store:
     # The lease of the study that this process works on
 
     def hold(self, study: str, token: str) -> None:
-        """Make every later write to records of this study check that its lease has this token."""
+        """Make every later write of a study or a trial check first that this study's lease still has this token.
+
+        A process that has lost the lease to another then writes nothing more.
+        """
         self._held = study, token
 
     def let_go(self) -> None:
@@ -89,10 +93,13 @@ class Store:
         return self._document_of_row(EnvironmentRow, environment_id)
 
     def workload_of(self, study: StudyRecord) -> Document:
-        """Return a study's workload, with the paths of this study's dataset. Studies may share a workload."""
+        """Return a study's workload, with the paths of this study's dataset.
+
+        Studies with equal data in other places share a workload, which has the paths of the first.
+        """
         workload = self._document_of_row(WorkloadRow, study.workload_id)
-        place = study.request.get("data_at")
-        return {**workload, "data": {**workload["data"], **place}} if place and workload.get("data") else workload
+        paths = study.request.get("data_at")
+        return {**workload, "data": {**workload["data"], **paths}} if paths and workload.get("data") else workload
 
     # Studies
 
@@ -124,14 +131,14 @@ class Store:
         return None if row is None else _study_record(row._mapping)
 
     def names_of(self, names: Collection[str]) -> set[str]:
-        """Return those names that existing studies have."""
+        """Return which of these names belong to existing studies."""
         with self._transaction(is_single=True) as connection:
             return set(connection.execute(select(StudyRow.name).where(StudyRow.name.in_(names))).scalars())
 
     def existing_study(self, name: str) -> StudyRecord:
-        """Return the study with this name, as interrupted where it is recorded as running but no process runs it.
+        """Return the study with this name; raises ``UnknownStudyError``, with similar names, for an unknown name.
 
-        Raises ``UnknownStudyError``, with similar names, for an unknown name.
+        Its state is ``interrupted`` where it is recorded as running but no process runs it.
         """
         study = self.study(name)
         if study is not None:
@@ -186,7 +193,7 @@ class Store:
     def finish_trial(self, trial_id: str, outcome: Outcome, seconds: float) -> None:
         """Record how a running trial ended. Raises ``StorageError`` where no trial with this id is running.
 
-        This happens when another host searches the same study, and takes this trial for a leftover of a killed search.
+        That happens where another host searches the same study, and has taken this trial for a killed search's.
         """
         ended = {"state": outcome.state, "outcome": outcome_document(outcome), "seconds": seconds}
         running = (TrialRow.id == trial_id) & (TrialRow.state == "running")
@@ -198,22 +205,22 @@ class Store:
                 )
 
     def change_outcome(self, trial_id: str, outcome: Outcome) -> None:
-        """Replace the outcome of a trial that has ended by a later, better known one."""
+        """Replace the recorded outcome of an ended trial, after later measurements have changed what is known of it."""
         values = {"state": outcome.state, "outcome": outcome_document(outcome)}
         with self._guarded() as connection:
             connection.execute(update(TrialRow).where(TrialRow.id == trial_id).values(**values))
 
     def drop_reused_trials(self, study_id: str) -> None:
         """Delete a study's copies of completed trials of other studies; the originals stay."""
-        taken = (TrialRow.study_id == study_id) & (TrialRow.stage == "reused") & (TrialRow.state == "completed")
+        copies = (TrialRow.study_id == study_id) & (TrialRow.stage == "reused") & (TrialRow.state == "completed")
         with self._guarded() as connection:
-            connection.execute(delete(TrialRow).where(taken))
+            connection.execute(delete(TrialRow).where(copies))
 
     def lose_running_trials(self, study_id: str, message: str = "the search was killed during this trial") -> int:
-        """Mark every running trial of the study as interrupted, and return their number.
+        """Mark every trial that is recorded as running as interrupted, and return their number.
 
         For a search that resumes after it was killed. The duration of these trials is unknown. Raises ``StorageError``
-        where another process works on the study: its trials are not lost.
+        where another process holds the study's lease: its trials still run.
         """
         lost = Failed(reason="interrupted", message=message)
         running = (TrialRow.study_id == study_id) & (TrialRow.state == "running")
@@ -241,10 +248,7 @@ class Store:
             return _read_trials(connection, of_study)
 
     def trials_of_winners(self) -> dict[str, list[TrialRecord]]:
-        """Return the trials of every study with a winner, in order, by the study's id.
-
-        Unreadable trials are left out.
-        """
+        """Return by study id the trials of every study with a winner, in order; unreadable trials are left out."""
         with_winner = select(StudyRow.id).where(StudyRow.best_trial_id.is_not(None))
         query = _TRIALS.where(TrialRow.study_id.in_(with_winner)).order_by(TrialRow.number, TrialRow.started_at)
         by_study: dict[str, list[TrialRecord]] = {}
@@ -253,25 +257,26 @@ class Store:
         return by_study
 
     def repeated_trials(self, environment_ids: Collection[str]) -> list[TrialRecord]:
-        """Return the completed trials of candidates with several trials in an environment, for any workload.
+        """Return the completed trials of which there are several of the same candidate, workload and environment.
 
-        Unreadable trials are left out.
+        They tell how much measurements differ from process to process. Unreadable trials are left out.
         """
-        alike = TrialRow.environment_id, TrialRow.workload_id, cast(TrialRow.candidate, Text)
+        same = TrialRow.environment_id, TrialRow.workload_id, cast(TrialRow.candidate, Text)
         completed = TrialRow.environment_id.in_(environment_ids), TrialRow.state == "completed"
         counted = (
-            select(TrialRow.id, func.count().over(partition_by=alike).label("several"))
+            select(TrialRow.id, func.count().over(partition_by=same).label("repeats"))
             .where(*completed, TrialRow.stage != "reused")
             .subquery()
         )
-        query = _TRIALS.join(counted, counted.c.id == TrialRow.id).where(counted.c.several > 1)
+        query = _TRIALS.join(counted, counted.c.id == TrialRow.id).where(counted.c.repeats > 1)
         return [trial for trial, *_ in self._readable(query.order_by(TrialRow.started_at))]
 
     def past_trials(self, study: StudyRecord, *, elsewhere: bool = False) -> list[PastTrial]:
         """Return the trials of other studies with this study's environment and workload, oldest first.
 
-        ``elsewhere`` returns those of other environments, also of this study, which may have moved. Only trials that
-        completed or ran out of memory count, and no reused ones. Unreadable trials are left out.
+        With ``elsewhere``, return trials in other environments instead, also of this study, which may have moved to
+        another machine. Only trials that completed or ran out of memory count, and no copies of reused trials.
+        Unreadable trials are left out.
         """
         here = TrialRow.environment_id == study.environment_id
         query = _PAST_TRIALS.where(
@@ -283,7 +288,7 @@ class Store:
 
     @contextmanager
     def _guarded(self) -> Iterator[Connection]:
-        """Open a transaction that writes records of the held study, unless this process has lost its lease."""
+        """Open a transaction that writes; raises ``StorageError`` where this process has lost its study's lease."""
         with self._transaction(writes=True) as connection:
             if self._held is not None:
                 study, token = self._held
@@ -299,20 +304,21 @@ class Store:
 
     @contextmanager
     def _transaction(self, *, writes: bool = False, is_single: bool = False) -> Iterator[Connection]:
+        """Open a transaction (see ``engine.transaction``) whose errors are translated to ``StorageError``."""
         opened = transaction(self.engine, writes=writes, is_single=is_single)
         with storage_errors(self.label), opened as connection:
             yield connection
 
     def _readable(self, query: Select[Any]) -> Iterator[tuple[Any, ...]]:
-        """Yield the readable trials of a query, with the query's other columns."""
+        """Yield a tuple for each readable trial of a query: the trial, then the query's further columns."""
         with self._transaction() as connection:
             rows = connection.execute(query).all()
         for row in rows:
             with suppress(ValueError, KeyError, TypeError):
-                fields, others = row[: len(_TRIAL_FIELDS)], row[len(_TRIAL_FIELDS) :]
-                yield _trial_record(fields), *others
+                yield _trial_record(row[: len(_TRIAL_FIELDS)]), *row[len(_TRIAL_FIELDS) :]
 
     def _intern_row(self, table: type[EnvironmentRow] | type[WorkloadRow], document: Document, fingerprint: str) -> str:
+        """Return the id of the row with this fingerprint, inserting it if it is new."""
         row = {"id": new_id(), "fingerprint": fingerprint, "document": document, "created_at": now()}
         with self._transaction(writes=True) as connection:
             if insert_if_absent(connection, table, row):
@@ -320,6 +326,7 @@ class Store:
             return str(connection.execute(select(table.id).where(table.fingerprint == fingerprint)).scalar_one())
 
     def _document_of_row(self, table: type[EnvironmentRow] | type[WorkloadRow], row_id: str) -> Document:
+        """Return the document of a row; raises ``ValueError`` for an unknown id."""
         with self._transaction(is_single=True) as connection:
             document: Document | None = connection.execute(select(table.document).where(table.id == row_id)).scalar()
         if document is None:
@@ -350,16 +357,18 @@ _PAST_TRIALS: Select[Any] = (
 
 
 def _columns(record: StudyRecord | TrialRecord) -> dict[str, Any]:
-    """Return the fields as they are; ``dataclasses.asdict`` would convert outcomes and candidates."""
+    """Return a record's fields, unconverted: ``dataclasses.asdict`` would make dictionaries of outcomes."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _study_columns(study: StudyRecord) -> dict[str, Any]:
+    """Return a study's columns as they are stored, with nested values as JSON documents."""
     left_out = [dataclasses.asdict(each) for each in study.left_out] or None
     return _columns(study) | {"left_out": left_out, "look": encode(study.look) if study.look is not None else None}
 
 
 def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
+    """Return the study of a row, the inverse of ``_study_columns``."""
     fields = {name: row[name] for name in _STUDY_FIELDS}
     reason, left_out = fields["stop_reason"], fields["left_out"]
     fields["stop_reason"] = None if reason is None else StopReason(reason)
@@ -369,6 +378,7 @@ def _study_record(row: Mapping[Any, Any]) -> StudyRecord:
 
 
 def _trial_record(row: Sequence[Any]) -> TrialRecord:
+    """Return the trial of a row. Raises ``ValueError``, ``KeyError`` or ``TypeError`` where it is unreadable."""
     fields = dict(zip(_TRIAL_FIELDS, row, strict=True))
     fields["candidate"] = Candidate.from_parameters(fields["candidate"])
     if fields["outcome"] is not None:
@@ -399,9 +409,9 @@ class MeasuredTrial:
 
 
 def measured_trials(location: str, workload_fingerprint: str, lock_timeout_seconds: float) -> list[MeasuredTrial]:
-    """Return the completed trials of a workload on all GPUs, oldest first; none without a database.
+    """Return the completed trials of a workload on GPUs of any kind, oldest first; none where the file is missing.
 
-    Nothing is created or upgraded. Unreadable trials are left out. Raises ``StorageError`` where the database is
+    The database is neither created nor upgraded. Unreadable trials are left out. Raises ``StorageError`` where it is
     locked, damaged or of another kind.
     """
     place = resolve_location(location)
@@ -428,8 +438,8 @@ def measured_trials(location: str, workload_fingerprint: str, lock_timeout_secon
     trials = []
     for trial_id, candidate, outcome, environment in rows:
         with suppress(ValueError, KeyError, TypeError):
-            read = outcome_from_document(outcome)
-            if isinstance(read, Completed) and environment.get("device_kind") == "cuda":
+            completed = outcome_from_document(outcome)
+            if isinstance(completed, Completed) and environment.get("device_kind") == "cuda":
                 name = str(environment["device_name"])
-                trials.append(MeasuredTrial(trial_id, name, Candidate.from_parameters(candidate), read))
+                trials.append(MeasuredTrial(trial_id, name, Candidate.from_parameters(candidate), completed))
     return trials

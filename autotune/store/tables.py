@@ -21,7 +21,7 @@ VERSION_TABLE = "autotune_alembic_version"
 _ID_LENGTH = 32
 _FINGERPRINT_LENGTH = 64
 _WORD_LENGTH = 16
-# As Optuna's tables had it.
+# The length of names in Optuna's tables, which older versions used.
 _NAME_LENGTH = 512
 # None then means no document, rather than the JSON document "null".
 _DOCUMENT = JSON(none_as_null=True)
@@ -37,13 +37,13 @@ _NAMING_CONVENTION = {
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """A time in UTC. SQLite stores no time zone, so it is removed and added here."""
+    """A column type for times in UTC. SQLite stores no time zone, so it is removed and added here."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert to UTC; raises ``ValueError`` for a time without a zone."""
+        """Return a time as the database stores it, in UTC; raises ``ValueError`` for a time without a zone."""
         if value is None:
             return None
         if value.tzinfo is None:
@@ -52,7 +52,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return in_utc.replace(tzinfo=None) if dialect.name == "sqlite" else in_utc
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Return the time in UTC, whatever the database returned."""
+        """Return a stored time in UTC. PostgreSQL returns it in the session's time zone."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
@@ -139,7 +139,7 @@ class TrialRow(Base):
 
 
 class AnswerRow(Base):
-    """What a trial process answered; nothing refers to it, and a deleted one is made again."""
+    """A cached answer of a trial process. It may be deleted: the process is then asked again."""
 
     __tablename__ = "autotune_answers"
 
@@ -150,7 +150,7 @@ class AnswerRow(Base):
 
 
 class LeaseRow(Base):
-    """Who works on something, such as a study, and until when that holds without another sign of life."""
+    """Who works on something, such as a study, and when that ends unless the row is renewed."""
 
     __tablename__ = "autotune_leases"
 
@@ -167,8 +167,8 @@ class LeaseRow(Base):
 
 
 PLACES_PER_PRIORITY = 100
-"""A job of the next higher priority goes before so many that were submitted earlier, and before no more, so that a
-stream of urgent jobs cannot keep another waiting for ever. The index is made for this number."""
+"""How many places further ahead one step of priority puts a job. It is limited, so that a stream of urgent jobs cannot
+keep another waiting for ever. The index ``ix_autotune_jobs_state_place`` is made for this number."""
 # Written out, since a database finds an index of an expression by the same expression.
 PLACE_IN_QUEUE = text(f"(number - {PLACES_PER_PRIORITY} * priority)")
 

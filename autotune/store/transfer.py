@@ -43,30 +43,33 @@ _INTERNED = (("workloads", _WORKLOADS, "workload_id"), ("environments", _ENVIRON
 
 
 def read_study(store: Store, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
-    """Return a study and its trials, optionally only ``trial_ids``, as JSON; ``None`` for an unknown name."""
+    """Return a study as a JSON document, with all trials or those in ``trial_ids``; ``None`` for an unknown name."""
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
         return _read_document(connection, name, trial_ids)
 
 
 def related_studies(store: Store, model: str) -> list[Document]:
     """Return at most ``_MOST_RELATED`` of the latest finished studies of a model, whose trials a search may reuse."""
-    ended = select(StudyRow.name, WorkloadRow.document).join(WorkloadRow, WorkloadRow.id == StudyRow.workload_id)
-    ended = ended.where(StudyRow.state == "finished").order_by(StudyRow.started_at.desc()).limit(1000)
+    finished = select(StudyRow.name, WorkloadRow.document).join(WorkloadRow, WorkloadRow.id == StudyRow.workload_id)
+    finished = finished.where(StudyRow.state == "finished").order_by(StudyRow.started_at.desc()).limit(1000)
     with storage_errors(store.label), transaction(store.engine, writes=False) as connection:
-        names = [name for name, workload in connection.execute(ended) if workload.get("model") == model]
+        names = [name for name, workload in connection.execute(finished) if workload.get("model") == model]
         documents = [_read_document(connection, name) for name in names[:_MOST_RELATED]]
     return [document for document in documents if document is not None]
 
 
 def studies_for(store: Store, study: str, options: Document) -> tuple[Document, ...]:
-    """Return the studies to copy for a search with its own database: the study itself and related ones."""
+    """Return the studies that a search with its own database needs as documents: ``study`` and related ones.
+
+    ``options`` are those of the search; with ``fresh`` it reuses no trial, so that it needs no related studies.
+    """
     own, model = read_study(store, study), options.get("model")
     related = related_studies(store, model) if model and not options.get("fresh") else []
     return (*([own] if own is not None else []), *(each for each in related if each["study"]["name"] != study))
 
 
 def _read_document(connection: Connection, name: str, trial_ids: Collection[str] | None = None) -> Document | None:
-    """See ``read_study``; within an open transaction."""
+    """Return the document of ``read_study`` within an open transaction: rows of the four tables, by table."""
     studies = _rows(connection, _STUDIES, "name", [name])
     if not studies:
         return None
@@ -82,7 +85,7 @@ def _read_document(connection: Connection, name: str, trial_ids: Collection[str]
 
 
 def take_in(connection: Connection, document: Document, name: str | None = None) -> None:
-    """Write a study from another database over its row here, and its trials; trials not in the document stay.
+    """Write a study and its trials from another database, over those with the same ids; further trials here stay.
 
     With ``name`` the study must have this name. Raises ``InvalidRequestError`` for malformed studies, and where the
     name or an id belongs to another study here: incoming ids are not trusted.
@@ -95,7 +98,7 @@ def take_in(connection: Connection, document: Document, name: str | None = None)
         for found in connection.execute(select(StudyRow.id, StudyRow.name).where(same)):
             if tuple(found) != (study["id"], study["name"]):
                 raise InvalidRequestError(f"there is another study named {found.name!r}", "use another name")
-        trials = [_as_row(_TRIALS, told) for told in document["trials"]]
+        trials = [_as_row(_TRIALS, row) for row in document["trials"]]
         for known in _rows(connection, _TRIALS, "id", (trial["id"] for trial in trials)):
             if known["study_id"] != study["id"]:
                 raise InvalidRequestError("one of its trials belongs to another study", _HINT)
@@ -105,12 +108,13 @@ def take_in(connection: Connection, document: Document, name: str | None = None)
                 row[column] = ids[row[column]]
         _put(connection, _STUDIES, study)
         for trial in trials:
+            # Decoded only to refuse what could not be read later.
             Candidate.from_parameters(trial["candidate"])
             if trial["outcome"] is not None:
                 outcome_from_document(trial["outcome"])
             _put(connection, _TRIALS, {**trial, "study_id": study["id"]})
     except (*_WRONG_CONTENT, SQLAlchemyError) as error:
-        # A database that is away or full is no fault of the document, which is sent again then.
+        # Where the database is unreachable or full, the sender may send the document again.
         if isinstance(error, DBAPIError) and not isinstance(error, IntegrityError | DataError):
             raise
         raise InvalidRequestError(f"this study cannot be taken in: {error}"[:300], _HINT) from error
@@ -123,11 +127,11 @@ def take_in_study(store: Store, document: Document, name: str | None = None) -> 
 
 
 def _intern(connection: Connection, table: Table, rows: _Rows) -> dict[str, str]:
-    """Insert rows with new fingerprints; map the document's ids to the ids here."""
+    """Insert workloads or environments with new fingerprints; return by their incoming ids the ids they have here."""
     for row in rows:
         insert_if_absent(connection, table, row)
-    there = _rows(connection, table, "fingerprint", (row["fingerprint"] for row in rows))
-    ids = {row["fingerprint"]: row["id"] for row in there}
+    stored = _rows(connection, table, "fingerprint", (row["fingerprint"] for row in rows))
+    ids = {row["fingerprint"]: row["id"] for row in stored}
     return {row["id"]: ids[row["fingerprint"]] for row in rows}
 
 
@@ -138,18 +142,18 @@ def _put(connection: Connection, table: Table, row: Document) -> None:
 
 
 def _as_row(table: Table, document: Document) -> Document:
-    """Return a row's columns from JSON. Raises ``ValueError`` for unknown names."""
+    """Return the columns of a row from JSON, with times decoded. Raises ``ValueError`` for unknown names."""
     if unknown := document.keys() - set(table.c.keys()):
         raise ValueError(f"unknown columns {', '.join(sorted(unknown))[:100]}")
-    times = {name for name, given in document.items() if given and isinstance(table.c[name].type, UtcDateTime)}
-    return {name: datetime.fromisoformat(given) if name in times else given for name, given in document.items()}
+    times = {name for name, value in document.items() if value and isinstance(table.c[name].type, UtcDateTime)}
+    return {name: datetime.fromisoformat(value) if name in times else value for name, value in document.items()}
 
 
 def _rows(connection: Connection, table: Table, column: str, values: Iterable[Any]) -> _Rows:
-    """Return the rows in which a column has one of the values, in order of the primary key."""
-    every = list(dict.fromkeys(values))
+    """Return the rows in which a column has one of the values, by primary key within each chunk of values."""
+    unique = list(dict.fromkeys(values))
     rows: _Rows = []
-    for start in range(0, len(every), _CHUNK):
-        query = select(table).where(table.c[column].in_(every[start : start + _CHUNK]))
+    for start in range(0, len(unique), _CHUNK):
+        query = select(table).where(table.c[column].in_(unique[start : start + _CHUNK]))
         rows += [dict(row) for row in connection.execute(query.order_by(*table.primary_key)).mappings()]
     return rows
