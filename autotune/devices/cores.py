@@ -24,8 +24,10 @@ def usable_core_numbers() -> tuple[int, ...]:
 
 def core_for(uuid: str, usable: Collection[int]) -> int | None:
     """Return the core for the training process of one GPU, always the same one; ``None`` where none is usable."""
-    index, bus_id = current_session().location(uuid)
-    return choose_core(usable, near=local_cores(bus_id), second_threads=second_threads(usable), gpu_index=index or 0)
+    gpu_index, bus_id = current_session().location(uuid)
+    return choose_core(
+        usable, near=local_cores(bus_id), second_threads=second_threads(usable), gpu_index=gpu_index or 0
+    )
 
 
 def choose_core(
@@ -35,7 +37,7 @@ def choose_core(
     second_threads: Collection[int] = (),
     gpu_index: int = 0,
 ) -> int | None:
-    """Return one of the ``usable`` cores, if possible one that no other GPU's process gets.
+    """Return one of the ``usable`` cores, if possible one that no other GPU's process gets; ``None`` without any.
 
     ``near`` are the cores of the GPU's NUMA node, empty where it is unknown. ``second_threads`` are hardware threads
     that share a physical core with another one. Core 0 is avoided, since the kernel does more of its own work there.
@@ -64,7 +66,7 @@ def local_cores(bus_id: str | None, folder: Path = _PCI_DEVICES) -> tuple[int, .
 
 
 def second_threads(cores: Iterable[int], folder: Path = _CPUS) -> frozenset[int]:
-    """Return all hardware threads of the physical cores of ``cores``, except the first of each physical core."""
+    """Return the hardware threads of the physical cores of ``cores``, but for the first thread of each of these."""
     second_threads: set[int] = set()
     for core in cores:
         try:

@@ -1,4 +1,4 @@
-"""Specify GPUs by name, to predict for one that is not in this machine: rates, memory, prices. None was measured here.
+"""Look up the figures of GPUs by name (rates, memory, prices), to predict for a GPU that is not in this machine.
 
 The table is ``gpus.csv``; a user's file is read as it is. Memory is what ``nvidia-smi`` lists as the total of the
 common variant. Multiprocessors, threads and capability are from NVIDIA's architecture whitepapers and the CUDA
@@ -34,10 +34,13 @@ is another process's: a desktop's or a neighbour's. A choice."""
 
 
 def _chip(name: str, figures: Mapping[str, Any], source: str) -> Chip:
-    """Return the chip for some data-sheet values; without rates where the 16-bit rate is missing."""
+    """Return the chip that data-sheet figures describe; without rates where the 16-bit rate is missing.
+
+    ``source`` names the data sheet. Raises ``ValueError`` for a malformed figure.
+    """
     major, _, minor = str(figures["capability"]).partition(".")
     multiprocessors = int(figures["multiprocessors"])
-    # The default is what all but data centre GPUs have.
+    # All but data centre GPUs have 1,536.
     threads = int(figures.get("threads_per_multiprocessor") or 1536)
     rates = None
     if figures["half_tflops"]:
@@ -75,13 +78,13 @@ _NAMES_OF_DEVICES = {row["device"]: name for name, row in ROWS.items() if row["d
 
 
 def find_chip(name: str, chips: Mapping[str, Chip]) -> Chip:
-    """Return a chip by name or alias. Raises ``InvalidRequestError`` with similar names.
+    """Return the chip with a name or alias, whatever its spelling. Raises ``InvalidRequestError`` for an unknown name.
 
     ``RTX 4090``, ``rtx4090`` and ``NVIDIA GeForce RTX 4090`` are all ``rtx-4090``.
     """
     key = name.lower()
-    squeezed = {_normalized(known): ALIASES.get(known, known) for known in (*ALIASES, *chips)}
-    chip = chips.get(key) or chips.get(squeezed.get(_normalized(key), key))
+    names = {_normalized(known): ALIASES.get(known, known) for known in (*ALIASES, *chips)}
+    chip = chips.get(key) or chips.get(names.get(_normalized(key), key))
     if chip is None:
         hints = [did_you_mean(key, chips), f"known are {', '.join(chips)}; or describe it in a file for --gpu-spec"]
         raise InvalidRequestError(f"--gpu {name!r} is not known", " ".join(filter(None, hints)))
@@ -95,7 +98,7 @@ def _normalized(name: str) -> str:
 
 
 def chip_of_device(name: str) -> Chip | None:
-    """Return the catalog's chip for a driver's device name; ``None`` for an unknown device."""
+    """Return the chip for a GPU's name as the driver gives it; ``None`` where the table lacks it."""
     key = _NAMES_OF_DEVICES.get(name.lower())
     return CHIPS[key] if key is not None else None
 
@@ -111,13 +114,19 @@ _SPEC_FIELDS = frozenset({*_SPEC_NEEDED, *_NUMBERS})
 
 
 def read_chips(path: str) -> dict[str, Chip]:
-    """Return the GPUs in a JSON file by name. Raises ``InvalidRequestError`` for missing or wrong values."""
+    """Read the user's GPUs (``--gpu-spec``) from a JSON file; return chips by name.
+
+    Raises ``InvalidRequestError`` for missing or wrong values.
+    """
     document = read_table(f"--gpu-spec {path}", path, _SPEC_EXAMPLE)
     return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
 
 
 def read_table(where: str, path: str, hint: str) -> dict[str, Any]:
-    """Return the entries of a JSON file by GPU name. Raises ``InvalidRequestError`` for another kind of file."""
+    """Read a JSON file with an entry for each GPU; ``where`` and ``hint`` are for errors.
+
+    Raises ``InvalidRequestError`` for any other file.
+    """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -175,10 +184,10 @@ class Prices:
 
 
 def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]) -> Prices:
-    """Return the user's prices, or the built-in examples where there are none.
+    """Return the user's prices of GPUs, from ``--price h100=2.95`` and a JSON file, or else the built-in examples.
 
-    ``names`` has the GPU of the catalog for every name that may be given. The file is JSON: names to numbers, or to
-    texts with a unit. Raises ``InvalidRequestError`` for what is no price.
+    ``names`` maps each name that a user may give to that of the chip. The file maps such names to numbers, or to texts
+    with a unit. Raises ``InvalidRequestError`` for an unknown GPU, or what is no price.
     """
     if not given and path is None:
         return Prices(EXAMPLES, _DEFAULT_UNIT, f"examples: {EXAMPLES_FROM}")
@@ -200,7 +209,7 @@ def read_prices(given: Sequence[str], path: str | None, names: Mapping[str, str]
 
 
 def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
-    """Return the common unit of all prices. Raises ``InvalidRequestError`` for different or missing units."""
+    """Return the common unit of the stated prices. Raises ``InvalidRequestError`` where they differ in their units."""
     units = sorted({unit for _, unit in stated.values() if unit is not None})
     if len(units) > 1:
         raise InvalidRequestError(f"prices are in {' and in '.join(units)}", "give all in one unit")
@@ -213,7 +222,10 @@ def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
 
 
 def _amount(name: str, value: Any) -> tuple[float, str | None]:
-    """Return a price and its unit, or ``None`` as its unit."""
+    """Parse a price such as ``2.70EUR`` to its number and unit; the unit is ``None`` where none is written.
+
+    Raises ``InvalidRequestError`` for anything else.
+    """
     text = str(value).strip()
     digits = text.rstrip(string.ascii_letters)
     unit = text[len(digits) :].upper() or None

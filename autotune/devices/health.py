@@ -1,4 +1,4 @@
-"""Look for what would keep a search on this machine from starting or from measuring well."""
+"""Check this machine for what would keep a search from starting or from measuring well (``autotune doctor``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HELD_SHARE, _TOO_MUCH_HELD_SHARE = 0.05, 0.5
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """One finding about the machine."""
 
     name: str
     """What was looked at, in a word or two."""
@@ -55,7 +55,7 @@ class Diagnosis:
 
 
 def gpu_checks(uuids: Collection[str] | None = None, root: Path = ROOT) -> Iterator[Check]:
-    """Yield the state of NVML and of each GPU, or only of the GPUs with these UUIDs."""
+    """Yield checks of NVML and of each GPU, or only of the GPUs with these UUIDs."""
     devices = list_devices()
     gpus = [device for device in devices if device.kind == "cuda"]
     problem, hidden = nvml_problem(), os.environ.get(VISIBLE)
@@ -80,11 +80,13 @@ def gpu_checks(uuids: Collection[str] | None = None, root: Path = ROOT) -> Itera
 def _of_gpu(gpu: Device) -> Iterator[Check]:
     """Yield checks of a GPU: its capabilities, the processes that hold its memory, throttling."""
     name = gpu.label
-    can: list[str] = [*gpu.precisions]
+    features: list[str] = [*gpu.precisions]
     if gpu.capability is not None:
-        can += [word for word, least in (("fp8", _FP8), ("flash attention", _FLASH)) if gpu.capability >= least]
+        features += [word for word, least in (("fp8", _FP8), ("flash attention", _FLASH)) if gpu.capability >= least]
     capability = ".".join(map(str, gpu.capability)) if gpu.capability else "unknown"
-    found = f"{gpu.name}, {format_bytes(gpu.memory_total_bytes)}, compute capability {capability}: {', '.join(can)}"
+    found = (
+        f"{gpu.name}, {format_bytes(gpu.memory_total_bytes)}, compute capability {capability}: {', '.join(features)}"
+    )
     if gpu.mig_uuids is not None:
         named = " or ".join(f"--device {uuid}" for uuid in gpu.mig_uuids) or "nvidia-smi mig -cgi makes instances"
         state: State = "note" if gpu.mig_uuids else "wrong"
@@ -93,8 +95,8 @@ def _of_gpu(gpu: Device) -> Iterator[Check]:
         yield Check(name, "note", f"{found}; no bf16", "models whose weights are in bf16 train in fp16 or fp32 here")
     else:
         yield Check(name, "ok", found)
-    held = (gpu.memory_used_bytes or 0) / max(1, gpu.memory_total_bytes)
-    if held > _HELD_SHARE and gpu.mig_uuids is None:
+    held_share = (gpu.memory_used_bytes or 0) / max(1, gpu.memory_total_bytes)
+    if held_share > _HELD_SHARE and gpu.mig_uuids is None:
         who = ", ".join(
             f"{process.name or '?'} ({process.pid}"
             + (")" if process.used_bytes is None else f", {format_bytes(process.used_bytes)})")
@@ -102,7 +104,7 @@ def _of_gpu(gpu: Device) -> Iterator[Check]:
         )
         yield Check(
             f"{name} memory",
-            "wrong" if held > _TOO_MUCH_HELD_SHARE else "note",
+            "wrong" if held_share > _TOO_MUCH_HELD_SHARE else "note",
             f"{format_bytes(gpu.memory_used_bytes or 0)} are held by {who or 'processes without a name here'}",
             "end them, choose another GPU with --device, or give --memory-limit",
         )
@@ -151,7 +153,7 @@ def host_checks(root: Path = ROOT) -> Iterator[Check]:
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the number of cores that the container's CPU quota allows; ``None`` without a quota.
+    """Return how many cores' time the container's CPU quota allows, which may be a fraction; ``None`` without a quota.
 
     Linux kernel documentation, admin-guide/cgroup-v2.rst (cpu.max) and scheduler/sched-bwc.rst.
     """

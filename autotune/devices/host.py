@@ -1,6 +1,6 @@
 """Describe the CPU as a device: its name, its precisions, and the memory that this process may use.
 
-Every function takes the folder that stands for ``/``, so that recorded files can be read as well. Without /proc (macOS)
+``root`` is the folder that stands for ``/``, so that tests can read recorded files. Without /proc (macOS)
 less is known: ``os.sysconf`` gives the total, and the free memory is ``None``.
 """
 
@@ -31,7 +31,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class _MemoryGroup:
-    """The file names of one version of the kernel's memory control groups."""
+    """Where one version of the kernel's control groups keeps its memory limits: folder and file names."""
 
     controller: str
     """The name in /proc/self/cgroup; version 2 has none."""
@@ -60,7 +60,7 @@ _MEMORY_GROUPS = (
 
 
 def cpu_device(root: Path = ROOT) -> Device:
-    """Return the CPU, with all its cores, as one device."""
+    """Return the CPU, with all its cores, as one device of this machine."""
     memory = host_memory(root)
     processor = _processor_facts(root)
     flags = f"{processor.get('flags', '')} {processor.get('Features', '')}".split()
@@ -102,13 +102,14 @@ def machine_id(root: Path = ROOT) -> str:
 
 
 def _name_of(processor: dict[str, str]) -> str:
+    """Return the model name of a processor; the architecture or ``CPU`` where it is unknown."""
     import platform  # only this needs it, and ``autotune --help`` does not
 
     return processor.get("model name") or platform.processor() or platform.machine() or "CPU"
 
 
 def host_memory(root: Path = ROOT) -> HostMemory:
-    """Return the machine's memory, or the tightest limit of this process's control groups where that is less."""
+    """Return the main memory that this process may use: the machine's, or less where a control group limits it."""
     # Read without psutil, which would take 18 ms to import.
     sizes = _numbers_by_name(root / "proc/meminfo", separator=":")
     total_bytes = physical_memory_bytes(root)
@@ -126,14 +127,15 @@ def physical_memory_bytes(root: Path = ROOT) -> int:
 
 
 def oom_kills(root: Path = ROOT) -> int | None:
-    """Return how many processes the kernel has killed for lack of memory.
+    """Return how many processes the kernel has killed for lack of memory, to tell why a process was killed.
 
-    Counted in this process's control group or, without that, on the whole machine (/proc/vmstat). ``None`` where
-    neither count exists.
+    They are counted in this process's control group or, without one, on the whole machine (/proc/vmstat). ``None``
+    where neither count exists.
     """
     for group in _MEMORY_GROUPS:
         top = root / group.folder
         folders = [top, *(top / level for level in _levels(_group_path(root, group.controller) or "/"))]
+        # The innermost group first: it has the fewest other processes.
         for folder in reversed(folders):
             kills = _numbers_by_name(folder / group.events, separator=" ").get("oom_kill")
             if kills is not None:
@@ -142,7 +144,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and remaining bytes of each control group of this process that has a limit.
+    """Yield the limit and the free bytes of each control group of this process that limits memory.
 
     A limit holds for all groups below it, so every level counts. Inside a container, /proc/self/cgroup may show the
     host's path, of which the container sees only the end. Levels that do not exist are skipped; the mounted folder
@@ -163,7 +165,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _group_path(root: Path, controller: str) -> str | None:
-    """Return this process's path in the hierarchy of a controller; lines are ``id:controllers:path``."""
+    """Return the path of this process's control group, from lines ``id:controllers:path``; ``None`` without a group."""
     for line in _lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -173,7 +175,10 @@ def _group_path(root: Path, controller: str) -> str | None:
 
 
 def _levels(path: str) -> Iterator[str]:
-    """Yield ``a`` and ``a/b`` for ``/a/b``; nothing for a path outside of the namespace (``/../b``)."""
+    """Yield a group's path and those of the groups around it: ``a`` and ``a/b`` for ``/a/b``.
+
+    Yields nothing for a path outside of the namespace (``/../b``).
+    """
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
     if ".." not in parts:
         for depth in range(1, len(parts) + 1):

@@ -28,8 +28,8 @@ def list_devices() -> tuple[Device, ...]:
 
     ``CUDA_VISIBLE_DEVICES`` chooses the GPUs and their order; without it they are in nvidia-smi's order. CUDA itself
     would put the fastest first where GPUs differ, which cannot be known without a CUDA context. So a trial is given its
-    GPU by UUID, never by index. A GPU that is split into MIG instances is followed by those. ``nvml_problem`` says why
-    a GPU may be missing.
+    GPU by UUID, never by index. A GPU that is split into MIG instances is followed by its instances. ``nvml_problem``
+    says why a GPU may be missing.
     """
     return (*current_session().devices(os.environ.get(VISIBLE)), cpu_device())
 
@@ -59,9 +59,9 @@ def find_device(text: str | None) -> Device:
 
 
 def _refuse_split_gpu(device: Device, devices: Sequence[Device]) -> Device:
-    """Return the device, unless it is a GPU split into MIG instances. Then raise ``DeviceError``.
+    """Return ``device``; raise ``DeviceError`` for a GPU that is split into MIG instances, and name these.
 
-    CUDA would use the first of its instances in place of the GPU.
+    CUDA would use the first instance in place of the GPU.
     """
     if device.mig_uuids is None:
         return device
@@ -89,7 +89,7 @@ def _check_is_nvidia(devices: Sequence[Device]) -> None:
 
 
 def amd_gpu(root: Path = ROOT) -> str | None:
-    """Return the evidence of an AMD GPU on this machine; ``None`` without any."""
+    """Return the sign of an AMD GPU on this machine, for messages: ``/dev/kfd`` or a torch for ROCm; else ``None``."""
     from importlib.metadata import PackageNotFoundError, version  # only a machine without NVIDIA's GPUs needs it
 
     if (root / "dev/kfd").exists():
@@ -102,7 +102,7 @@ def amd_gpu(root: Path = ROOT) -> str | None:
 
 
 def ranks_of(environment: Mapping[str, Any]) -> int:
-    """Return how many processes trained together in a recorded environment."""
+    """Return how many processes trained together, from the environment that a study recorded."""
     ranks: int = (environment.get("ranks") or {}).get("world_size", 1)
     return ranks
 
@@ -110,10 +110,10 @@ def ranks_of(environment: Mapping[str, Any]) -> int:
 def devices_of_ranks(
     environment: Mapping[str, Any], study: str, among: Sequence[Device] | None = None
 ) -> tuple[Device, ...]:
-    """Return a device for each rank of a recorded environment: the same devices, else others with the same name.
+    """Return a device for each rank of a study that goes on: those of its recorded environment, else equal ones.
 
-    They are chosen from ``among``, by default from this machine's devices. Raises ``DeviceError`` where there are too
-    few. On a CPU all ranks share it.
+    They are chosen from ``among``, by default from this machine's devices; equal ones have the same product name.
+    Raises ``DeviceError`` where there are too few. On a CPU all ranks share it.
     """
     ranks = ranks_of(environment)
     here = list_devices() if among is None else among
@@ -181,7 +181,7 @@ def _is_named(wanted: str, device: Device) -> bool:
 
 
 def _with_reasons(hint: str) -> str:
-    """Return a hint with reasons why a GPU may be missing: it is hidden, or NVML cannot read it."""
+    """Add to a hint why a GPU may be missing: ``CUDA_VISIBLE_DEVICES`` hides it, or NVML cannot read it."""
     if VISIBLE in os.environ:
         hint += f", or change {VISIBLE}={os.environ[VISIBLE]!r}, which hides the other GPUs"
     problem = nvml_problem()
@@ -190,7 +190,7 @@ def _with_reasons(hint: str) -> str:
 
 @functools.cache
 def devices_type() -> type[Any]:
-    """Return the msgspec type of the output of ``autotune devices``."""
+    """Return the type of the JSON document of ``autotune devices``, from which its schema is made."""
     device = make_record("Device", [("label", str), *record_fields(Device), ("precisions", tuple[Precision, ...])])
     return make_record(
         "Devices",
@@ -203,6 +203,6 @@ def devices_type() -> type[Any]:
 
 
 def devices_document(devices: Iterable[Device], problem: str | None, packages: Mapping[str, str | None]) -> Any:
-    """Return the output of ``autotune devices``: devices, NVML's problem, versions of optional packages."""
+    """Return the JSON document of ``autotune devices``: devices, NVML's problem, versions of optional packages."""
     found = [device.document() for device in devices]
     return encode(decode({"devices": found, "nvml_problem": problem, "packages": dict(packages)}, devices_type()))

@@ -47,14 +47,14 @@ class Holder:
 
 
 class LockError(Exception):
-    """No lock file can be kept in the folder for locks."""
+    """No lock file can be made in the folder for locks, or its file system has no locks."""
 
     def __init__(self, folder: Path, error: OSError) -> None:
         super().__init__(f"no lock can be kept in {folder}: {error.strerror or error}")
 
 
 class Lock:
-    """A lock by name, which the kernel releases when this process ends, however that happens.
+    """A lock by name among the processes of this machine; the kernel releases it when this process ends.
 
     Why not ``filelock``: it has no shared locks of the kernel, which ``Presence`` needs on the same files, and it
     follows a symbolic link in place of the folder. Only calling ``flock`` would be left to it, for 33 ms of imports.
@@ -73,9 +73,9 @@ class Lock:
         self.release()
 
     def acquire(self, study: str) -> Holder | None:
-        """Take the lock and return ``None``, or return its holder.
+        """Take the lock and return ``None``; where another process has it, return that holder without waiting.
 
-        Raises ``LockError`` where no lock file can be created.
+        ``study`` is recorded for others to see. Raises ``LockError`` where no lock can be kept.
         """
         try:
             fd = _open(self.path)
@@ -108,7 +108,7 @@ class Lock:
 
 
 def _open(path: Path) -> int:
-    """Open or create the lock file. Every user may lock it; none may remove another's."""
+    """Open or create a lock file, which every user may lock; return its descriptor."""
     folder = _open_folder(path.parent)
     try:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -117,6 +117,7 @@ def _open(path: Path) -> int:
             return os.open(path.name, flags, dir_fd=folder)
         fd = os.open(path.name, flags | os.O_CREAT, 0o666, dir_fd=folder)
         with contextlib.suppress(OSError):
+            # The process's umask took rights away when the file was created.
             os.fchmod(fd, 0o666)
         return fd
     finally:
@@ -124,7 +125,7 @@ def _open(path: Path) -> int:
 
 
 def _open_folder(folder: Path) -> int:
-    """Open or create the folder of the locks.
+    """Open or create the folder of the locks, in which users cannot remove each other's files; return its descriptor.
 
     Raises ``PermissionError`` for a symbolic link of another user. In a folder that everybody may write to, such a link
     could have files created anywhere.
@@ -144,6 +145,7 @@ def _open_folder(folder: Path) -> int:
     fd = os.open(folder, flags)
     if is_made:
         with contextlib.suppress(OSError):
+            # As /tmp: everybody may write, and the sticky bit keeps each user's files from the others.
             os.fchmod(fd, 0o1777)
     return fd
 
@@ -163,13 +165,16 @@ _FLOCK = "hhqqi0q"
 
 
 def _whole_file(kind: int) -> bytes:
-    """Return the ``struct flock`` of a lock on a whole file; its process id has to be 0."""
+    """Return the ``struct flock`` of a lock of this kind (``F_RDLCK``, say) on a whole file.
+
+    For locks of open files (``F_OFD_…``) its process id has to be 0.
+    """
     return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What was known about other searches at one moment."""
+    """What a search knew about other searches on its device at one moment; see ``had_company``."""
 
     is_alone: bool
     arrivals: int | None
@@ -179,8 +184,8 @@ class Mark:
 class Presence:
     """A search's presence on a device, from entering to leaving the block.
 
-    All searches on a device hold a shared lock on one file, and each appends a byte to it when it comes. Looking asks
-    whether an exclusive lock would be possible, and takes none: two searches may look at once. The kernel releases the
+    All searches on a device hold a shared lock on one file, and each appends a byte to it when it comes. ``mark`` asks
+    whether an exclusive lock would be possible, and takes none: two searches may ask at once. The kernel releases the
     lock when a process ends, however that happens. Where no lock file can be kept, other searches go unnoticed.
     """
 
@@ -206,9 +211,9 @@ class Presence:
         """Return a mark of the current searches. Two marks tell whether another search ran between them."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
-                # What would be in the way of an exclusive lock: a lock of another search, or none.
-                in_the_way = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
-                is_alone = struct.unpack(_FLOCK, in_the_way)[0] == fcntl.F_UNLCK
+                # The kernel answers with a lock that conflicts with an exclusive one: another search's, or F_UNLCK.
+                conflicting = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+                is_alone = struct.unpack(_FLOCK, conflicting)[0] == fcntl.F_UNLCK
                 return Mark(is_alone, os.fstat(self._fd).st_size)
         return Mark(is_alone=True, arrivals=None)
 

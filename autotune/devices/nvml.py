@@ -31,13 +31,13 @@ POWER_CAP = 0x04
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One reading of a GPU's state. ``None`` is what the driver does not tell."""
+    """One reading of a GPU's state, to see what disturbs a measurement. ``None`` is what the driver does not tell."""
 
     free_bytes: int | None = None
     pids: frozenset[int] = frozenset()
-    """Processes on the GPU but this one. In a container they may have the host's numbers, or be missing."""
+    """Other processes on the GPU. In a container they may have the host's numbers, or be missing."""
     drawing_pids: frozenset[int] = frozenset()
-    """Those of them that only draw, such as a desktop's compositor."""
+    """Processes among ``pids`` that only draw, such as a desktop's compositor."""
     clock_events: int | None = None
     """NVML's bits of the reasons why clocks are below their maximum."""
     sm_clock_mhz: int | None = None
@@ -73,7 +73,7 @@ class GpuMemory(NamedTuple):
 
     total: int
     reserved: int | None
-    """By the driver; ``None`` where the driver counts it as used."""
+    """Memory that the driver keeps for itself; ``None`` where it is part of ``used``."""
     used: int
     free: int
 
@@ -90,13 +90,13 @@ class NvmlSession:
         self._open()
 
     def _open(self) -> None:
-        """Load the binding and initialize the library; a failure is recorded as a problem."""
+        """Import ``pynvml`` and initialize NVML; a failure is recorded in ``problems``, but for a missing library."""
         try:
             import pynvml  # type: ignore[import-untyped,import-not-found,unused-ignore]
         except ImportError as error:
             self.problems.append(f"NVML cannot be used ({error}); pip install nvidia-ml-py")
             return
-        # The second exists only in the newer binding, and is no subclass of the first.
+        # NVMLLibraryMismatchError exists in nvidia-ml-py alone, and is no subclass of NVMLError.
         names = ("NVMLError", "NVMLLibraryMismatchError")
         self._errors = tuple(getattr(pynvml, name) for name in names if hasattr(pynvml, name))
         try:
@@ -121,9 +121,10 @@ class NvmlSession:
         except self._errors as error:
             self.problems.append(f"the GPUs cannot be counted: {_sentence(error)}")
             return ()
-        handles = [self._named_handle(f"GPU {place}", "Index", place) for place in range(count)]
+        handles = [self._named_handle(f"GPU {number}", "Index", number) for number in range(count)]
         uuids = [None if handle is None else self._uuid(handle) for handle in handles]
         devices = []
+        # ``shown`` is a GPU's number in nvidia-smi, or the UUID of a MIG instance.
         for index, shown in enumerate(visible_gpus(visible, uuids)):
             handle = handles[shown] if isinstance(shown, int) else self._named_handle(shown, "UUID", shown.encode())
             device = None if handle is None else self._device(index, handle)
@@ -136,19 +137,19 @@ class NvmlSession:
 
     def _instances(self, handle: Any) -> list[Device] | None:
         """Return the MIG instances of a GPU; ``None`` where MIG is off. pynvml of 2017 cannot list them."""
-        mode = self._two_numbers("nvmlDeviceGetMigMode", handle)
-        # The first is the mode now, the second that after the next reset.
-        if mode is None or not mode[0]:
+        modes = self._two_numbers("nvmlDeviceGetMigMode", handle)
+        # The mode now, and the mode after the next reset.
+        if modes is None or not modes[0]:
             return None
-        places = range(self._optional("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
-        handles = [self._optional("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+        slots = range(self._optional("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+        handles = [self._optional("nvmlDeviceGetMigDeviceHandleByIndex", handle, slot) for slot in slots]
         devices = [self._device(None, instance) for instance in handles if instance is not None]
         return [instance for instance in devices if instance is not None]
 
     def used_bytes(self, uuid: str) -> int | None:
-        """Return the used bytes of a GPU, by all processes; ``None`` for the CPU and where NVML does not provide it.
+        """Return the memory of a GPU that all processes use; ``None`` for the CPU and where NVML does not provide it.
 
-        Fast enough to call between steps, since NVML and the GPU's handle stay open.
+        Fast enough to call between training steps, since NVML and the GPU's handle stay open.
         """
         if self._binding is None:
             return None
@@ -159,13 +160,13 @@ class NvmlSession:
         return None if memory is None else memory.used
 
     def _handle(self, uuid: str) -> Any:
-        """Return the handle of a GPU by UUID, cached; raises NVML's errors."""
+        """Return NVML's handle of the GPU with this UUID, cached; raises NVML's errors."""
         if uuid not in self._handles:
             self._handles[uuid] = self._binding.nvmlDeviceGetHandleByUUID(uuid.encode())
         return self._handles[uuid]
 
     def _known_handle(self, uuid: str) -> Any | None:
-        """Return the handle of a GPU by UUID; ``None`` without NVML or such a GPU."""
+        """Return NVML's handle of the GPU with this UUID; ``None`` without NVML or such a GPU."""
         if self._binding is None:
             return None
         try:
@@ -192,7 +193,7 @@ class NvmlSession:
         return None if index is None else int(index), None if bus_id is None else _as_text(bus_id)
 
     def _whole(self, handle: Any) -> Any:
-        """Return the handle of the GPU that a MIG instance is part of; of a whole GPU its own."""
+        """Return the handle of the GPU that a MIG instance is part of; the handle of a whole GPU is returned itself."""
         return self._optional("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle) or handle
 
     def condition(self, uuid: str) -> Condition | None:
@@ -206,7 +207,7 @@ class NvmlSession:
             return Condition(is_lost=True) if _code(error) == _GPU_IS_LOST else None
         events = self._optional("nvmlDeviceGetCurrentClocksEventReasons", handle)
         if events is None:
-            # The name of the same reading before driver release 535.
+            # Drivers before release 535 have the same reading under this name.
             events = self._optional("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
         computing, drawing = (
             {int(process.pid) for process in self._optional(f"nvmlDeviceGet{kind}RunningProcesses", handle) or ()}
@@ -225,7 +226,7 @@ class NvmlSession:
     def policy(self, uuid: str) -> dict[str, float | None] | None:
         """Return the settings of a GPU that its owner chose and that affect its speed; ``None`` without such a GPU.
 
-        ``None`` is what NVML does not tell. It cannot read clocks that were locked with ``nvidia-smi
+        A value is ``None`` where NVML does not tell it. NVML cannot read clocks that were locked with ``nvidia-smi
         --lock-gpu-clocks``. ECC costs bandwidth on some GPUs.
         """
         handle = self._whole(self._known_handle(uuid))
@@ -244,7 +245,7 @@ class NvmlSession:
         }
 
     def busy_pids(self, uuid: str, since_seconds: float) -> dict[int, int]:
-        """Return the processes that computed on a GPU since a ``time.time``, with their peak utilization in %."""
+        """Return the processes that computed on a GPU since then (as ``time.time`` counts), and their peak use in %."""
         handle = self._handles.get(uuid)
         busy: dict[int, int] = {}
         for sample in self._optional("nvmlDeviceGetProcessUtilization", handle, int(since_seconds * 1e6)) or ():
@@ -268,7 +269,7 @@ class NvmlSession:
         return tuple(link(*pair) for pair in itertools.combinations(map(self._known_handle, uuids), 2))
 
     def _named_handle(self, name: str, by: str, *arguments: Any) -> Any:
-        """Return the handle of a GPU or MIG instance; record a problem and return ``None`` on failure."""
+        """Return a handle by ``Index`` or ``UUID``; ``None`` on failure, with a problem recorded under ``name``."""
         try:
             return getattr(self._binding, f"nvmlDeviceGetHandleBy{by}")(*arguments)
         except self._errors as error:
@@ -290,6 +291,7 @@ class NvmlSession:
             self.problems.append(f"{where}: {_sentence(error)}")
             return None
         if memory is None:
+            # A GPU without memory of its own uses the host's.
             shared = host_memory()
             free_bytes = shared.free_bytes
             used_bytes = None if free_bytes is None else shared.total_bytes - free_bytes
@@ -364,7 +366,7 @@ class NvmlSession:
         return tuple(processes)
 
     def _two_numbers(self, name: str, handle: Any) -> tuple[int, int] | None:
-        """Return the two results of an NVML function that pynvml of 2017 does not wrap; ``None`` without results."""
+        """Call an NVML function with two results, even if pynvml of 2017 does not wrap it; ``None`` if it fails."""
         if (found := self._optional(name, handle)) is not None:
             return int(found[0]), int(found[1])
         import ctypes  # as late as pynvml, which brings it: it would be a tenth of importing this module
@@ -378,7 +380,7 @@ class NvmlSession:
     def _optional(self, name: str, *arguments: Any) -> Any:
         """Call a function of pynvml; return ``None`` where pynvml, driver or device do not support it.
 
-        Or where there is nothing to call it with, as without a handle.
+        The result is also ``None`` where an argument is, such as the handle of a missing GPU.
         """
         function = getattr(self._binding, name, None)
         if function is None or None in arguments:
@@ -393,10 +395,10 @@ _session: NvmlSession | None = None
 
 
 def current_session() -> NvmlSession:
-    """Return this process's NVML session, opened on first use. A forked child never uses its parent's session.
+    """Return this process's NVML session, opened on first use. A forked child opens its own, and leaves its parent's.
 
-    A forked child must not shut down the session that it inherited. The library (driver 580) answers the child
-    "Uninitialized" until it opens its own; a shutdown there makes the parent's next reading fail with "Unknown Error".
+    The library (driver 580) answers a child "Uninitialized" until it opens its own session. If the child shut down the
+    inherited one, the parent's next reading would fail with "Unknown Error".
     """
     global _session
     if _session is None or _session.process_id != os.getpid():
@@ -445,14 +447,14 @@ def _visible_gpu(entry: str, uuids: Sequence[str | None]) -> int | str | None:
     if entry.startswith("GPU-"):
         matches = [position for position, uuid in enumerate(uuids) if uuid is not None and uuid.startswith(entry)]
         return matches[0] if len(matches) == 1 else None
-    # Parsed as C's strtoul does: "1gpu" is 1, and "-1" is no GPU.
+    # Parsed as CUDA does with C's strtoul: "1gpu" is 1, and "-1" is no GPU.
     number = re.match(r"\+?\d+", entry, flags=re.ASCII)
     position = int(number.group()) if number else len(uuids)
     return position if position < len(uuids) else None
 
 
 def _code(error: Exception) -> int | None:
-    """Return NVML's error code; ``None`` where pynvml and the library do not match."""
+    """Return the code of an NVML error; ``None`` for the error that pynvml and the library do not match."""
     return getattr(error, "value", None)
 
 
@@ -464,7 +466,7 @@ def _as_text(value: str | bytes) -> str:
 
 
 def _sentence(error: Exception) -> str:
-    """Return NVML's message of an error."""
+    """Return the message of an NVML error, for the end of a sentence."""
     try:
         # The older binding formats an unknown error as the repr of bytes.
         return str(error).removeprefix("b'").removesuffix("'").rstrip(".")
