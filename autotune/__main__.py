@@ -20,7 +20,7 @@ def _end_interrupted() -> None:
     """Exit with code 130 and a line on stderr, as ``autotune.cli.main`` does, whose import a Ctrl-C may interrupt."""
     import sys
 
-    # See autotune.cli.main._forget_interrupt.
+    # Python forgets an earlier Ctrl-C within an ``exec``; see autotune.cli.main._forget_interrupt.
     exec("")
     print("autotune: interrupted", file=sys.stderr)
     sys.exit(130)

@@ -56,7 +56,7 @@ class Trial:
     """The measurement; ``None`` where the trial did not complete."""
     feasible: bool
     verdict: str
-    """Its speed relative to the baseline, or why it has no measurement."""
+    """The trial's speed relative to the baseline, in words, or why it has no measurement."""
 
     def __repr__(self) -> str:
         """Return the trial in one line, for notebooks."""
@@ -94,7 +94,7 @@ class Result:
 
     @property
     def too_noisy(self) -> str | None:
-        """Why it cannot be told whether the winner is the fastest; ``None`` where it can."""
+        """Why measurements are too noisy to tell whether the winner is the fastest; ``None`` where they are not."""
         return self.report.too_noisy
 
     @property
@@ -103,6 +103,7 @@ class Result:
         return self.report.speedup
 
     def _trial(self, record: TrialRecord) -> Trial:
+        """Return a recorded trial as users of Python see it."""
         shown = trial_view(self.report, record)
         return Trial(record.number, record.candidate, shown.measured, shown.is_feasible, shown.verdict)
 
@@ -110,7 +111,7 @@ class Result:
     def arguments(self) -> dict[str, Any]:
         """The winner's ``TrainingArguments`` fields, as ``autotune export`` writes them.
 
-        Raises ``TooNoisyError`` where it is too noisy to tell the fastest.
+        Raises ``TooNoisyError`` where measurements are too noisy to tell the fastest.
         """
         self.report.check_is_told()
         return dict(make_export(self.report).arguments)
@@ -147,9 +148,10 @@ class Result:
         return plot_trials(self.report)
 
     def verify(self, steps: int | None = None) -> Verification:
-        """Train with a stock ``Trainer`` in a fresh process; ``misses()`` returns the promises that were not kept.
+        """Train as the result says with a stock ``Trainer`` in a fresh process, and compare speed and memory.
 
-        It has 100 steps where ``steps`` is not given, fewer where they take more than two minutes, and 10 at least.
+        ``misses()`` of the returned value names the promises that were not kept. The run has ``steps`` optimizer steps,
+        by default 100; fewer where these take more than two minutes, and 10 at least.
         """
         given = check_arguments({"steps": steps})
         target = target_of(self.report, placement_of(self.report))
@@ -178,13 +180,12 @@ def search(
 
     Options have the names and meanings of the command's. Sizes are bytes or text (``"24GiB"``), durations seconds or
     text (``"5m"``), lists are sequences or text with commas, paths text or ``os.PathLike``; ``baseline=False`` is
-    ``--no-baseline``. ``levers={"torch_compile": "layers"}`` is ``--lever``
-    for each. ``trainer`` and ``loop`` may be functions that are defined in a file, which trials import: if the
-    same file calls ``search``, put the call under ``if __name__ == "__main__":``. ``script`` is a list of words, not
-    one text. ``verify=True`` runs a stock ``Trainer`` at the end, and raises ``PromiseMissedError`` if it is not as
-    fast as promised; the study stays. ``progress`` is whether to print a line for each trial on stderr, or an observer
-    of your own. In the main thread Ctrl-C ends the search after the running trial, a second one at once. Raises the
-    errors of ``autotune.errors``.
+    ``--no-baseline``. ``levers={"torch_compile": "layers"}`` is ``--lever`` for each. ``trainer`` and ``loop`` may be
+    functions that are defined in a file, which trials import: if the same file calls ``search``, put the call under
+    ``if __name__ == "__main__":``. ``script`` is a list of words, not one text. ``verify=True`` runs a stock
+    ``Trainer`` at the end, and raises ``PromiseMissedError`` if it is not as fast as promised; the study stays.
+    ``progress`` is whether to print a line for each trial on stderr, or an observer of your own. In the main thread
+    Ctrl-C ends the search after the running trial, a second one at once. Raises the errors of ``autotune.errors``.
     """
     if unknown := options.keys() - SearchOptions.__annotations__.keys():
         raise TypeError(f"search() got an unexpected keyword argument {min(unknown)!r}")
@@ -195,9 +196,10 @@ def search(
             f"a search began while trials ran {source}",
             'move the call of search to another file or, beside a trainer function, under if __name__ == "__main__":',
         )
-    place, address = given.pop("storage", DEFAULT_STORAGE), given.pop("executor", None)
+    storage, address = given.pop("storage", DEFAULT_STORAGE), given.pop("executor", None)
     waits, verifies = given.pop("wait", False), given.pop("verify", False)
-    lasting_place = _absolute(place)
+    # Now, since code of the user may change the working folder later.
+    absolute_storage = _absolute(storage)
     if address is not None:
         from autotune.engine.elsewhere import Asked, search_elsewhere
 
@@ -209,13 +211,13 @@ def search(
             if message.kind == "line":
                 observer.note(str(message.document["text"]))
 
-        record, report = search_elsewhere(address, Asked(given, given.get("study")), place, show, wait=waits)
+        record, report = search_elsewhere(address, Asked(given, given.get("study")), storage, show, wait=waits)
     else:
         request = open_search(given)
         if verifies:
             check_can_be_verified(request.workload.document(), any_order=request.any_order)
-        record, report = run_search(request, place, observer, wait=waits_with(observer.note) if waits else None)
-    result = Result(report, lasting_place)
+        record, report = run_search(request, storage, observer, wait=waits_with(observer.note) if waits else None)
+    result = Result(report, absolute_storage)
     if verifies and record.state != "interrupted":
         _verify(result, observer)
     return result
@@ -243,7 +245,7 @@ search.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 def _given(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checked arguments without defaults: ``None`` and ``fresh=False`` are left out."""
+    """Check the options of ``search``, and return those that are not ``None`` or another default."""
     values = check_arguments(named)
     return {
         name: value
@@ -253,12 +255,13 @@ def _given(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(storage: str) -> str:
-    """Return a database's URL unchanged, or a file's absolute path."""
+    """Return where the database is, whatever the working folder: its URL unchanged, or its file's absolute path."""
     path = resolve_location(storage).path
     return storage if path is None else str(path)
 
 
 def _as_observer(progress: Any) -> Observer:
+    """Return the observer for ``search``'s argument ``progress``; raises ``InvalidRequestError`` for a wrong value."""
     if isinstance(progress, bool):
         return Narrator(lambda text, style: print(text, file=sys.stderr) if progress else None)
     if not isinstance(progress, Observer):
@@ -267,7 +270,7 @@ def _as_observer(progress: Any) -> Observer:
 
 
 def _verify(result: Result, observer: Observer) -> None:
-    """Verify a result and report it. Raises ``PromiseMissedError`` for a missed promise."""
+    """Verify a result with a stock ``Trainer`` and report it. Raises ``PromiseMissedError`` for a missed promise."""
     observer.note("training with a stock Trainer …")
     verification = result.verify()
     observer.note(str(verification))

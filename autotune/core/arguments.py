@@ -1,4 +1,4 @@
-"""Check the arguments of a command that were given in Python or in a request, and write them as JSON."""
+"""Check the options of a command that come as Python values or JSON, and write them as JSON."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def json_value(value: Any) -> Any:
 
 
 def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
-    """Check Python arguments and return them as the command line has them: text parsed, lists as tuples.
+    """Check options that are given as Python values; return the values that the command line would yield.
 
-    A dict of ``levers`` becomes an argument for each. ``None`` stays where it is the default of an option that is not
-    ``required``. Raises ``InvalidRequestError`` for what is no value of its option.
+    Texts are parsed, lists become tuples, and a dictionary of ``levers`` becomes an option for each lever. ``None``
+    stays where it is the default of an option that is not ``required``. Raises ``InvalidRequestError``.
     """
     if isinstance(levers := given.get("levers"), Mapping):
         given = {name: value for name, value in given.items() if name != "levers"}
@@ -37,11 +37,12 @@ def check_arguments(given: Mapping[str, Any], *required: str) -> dict[str, Any]:
 
 
 def checked_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command: str = "search") -> dict[str, Any]:
-    """Check the values of ``levers`` and return them by name; ``True`` and ``False`` become on and off.
+    """Check a dictionary of ``levers`` and return it; ``True`` and ``False`` become ``on`` and ``off``.
 
-    Raises ``InvalidRequestError`` for an unknown lever, for an impossible value, and where ``given`` has another value.
+    Raises ``InvalidRequestError`` for an unknown lever of the ``command``, for an impossible value, and where ``given``
+    has another value for the lever's own option.
     """
-    known, found = names_of_levers(command), {}
+    known, checked = names_of_levers(command), {}
     for written, value in levers.items():
         name = str(written).replace("-", "_")
         if name not in known:
@@ -53,14 +54,14 @@ def checked_levers(given: Mapping[str, Any], levers: Mapping[str, Any], command:
         if isinstance(value, bool):
             word = "on" if value else "off"
         try:
-            found[name] = option.kind.read(word) if isinstance(word, str) else option.kind.accept(word)
+            checked[name] = option.kind.read(word) if isinstance(word, str) else option.kind.accept(word)
         except (ValueError, InvalidRequestError) as error:
             raise InvalidRequestError(
                 f"{option.said(str(word)[:40])}: {name} has no such value", f"give one of {values_of(option)}"
             ) from error
-        if given.get(name) not in (None, found[name]):
+        if given.get(name) not in (None, checked[name]):
             raise InvalidRequestError(
-                f"{option.said(found[name])} and {option.own_flag} {given[name]} say different things",
+                f"{option.said(checked[name])} and {option.own_flag} {given[name]} say different things",
                 "give one of the two",
             )
-    return found
+    return checked

@@ -1,4 +1,4 @@
-"""Define what is tried: an arm of the search space, and a candidate, which is an arm with its batch.
+"""Define what a search tries: a candidate (a configuration with its batch), and its arm (the same without batch).
 
 Both are frozen values. They cross process borders and are stored as plain JSON documents.
 """
@@ -33,14 +33,13 @@ FULLY_SHARDED: tuple[Strategy, ...] = ("fsdp-keep", "fsdp")
 """FSDP2 that divides the model between all ranks."""
 FSDP: frozenset[Strategy] = frozenset((*FULLY_SHARDED, "hybrid"))
 ZERO_STAGES: dict[Strategy, int] = {"zero1": 1, "zero2": 2, "zero3": 3, "zero2-offload": 2}
-"""The stage of DeepSpeed's ZeRO, of the strategies that are DeepSpeed's."""
+"""DeepSpeed's strategies, each with its stage of ZeRO."""
 
 
 def group_size(ranks: int) -> int | None:
-    """Return how many ranks share one copy of the model under hybrid sharding; ``None`` without equal groups.
+    """Return how many ranks share one copy of the model under hybrid sharding; ``None`` where no equal groups exist.
 
-    The groups are the largest possible, two where ``ranks`` is even: they need the least memory, and a search tries one
-    group size only.
+    A search tries one size only: the largest, half of an even number of ranks, which needs the least memory.
     """
     return next((size for size in range(ranks // 2, 1, -1) if ranks % size == 0), None)
 
@@ -54,8 +53,8 @@ OWN_OPTIM = "own"
 def _field_metadata(words: str | Callable[[Any], str | None] | None, *, sparse: bool = False) -> dict[str, Any]:
     """Return the metadata of a field of ``Arm``: its words in a description, and how it is recorded.
 
-    ``words`` describe it where it is not the default: text, or what makes text of the whole arm. A ``sparse`` one is
-    recorded only where it is not the default, as in trials from before there was such a setting.
+    ``words`` describe a value other than the default: a text, or a function of the whole arm. A ``sparse`` field is
+    recorded only where it is not the default, so that trials from before there was such a setting compare equal.
     """
     return {"words": words, "sparse": sparse}
 
@@ -152,14 +151,14 @@ class Arm:
     train_sampling_strategy: str | None = field(
         default=None, metadata=_field_metadata(lambda arm: f"order {arm.train_sampling_strategy}", sparse=True)
     )
-    """The order of the samples, under the name of ``TrainingArguments``; ``None`` is that which was asked for."""
+    """The order of the samples, under the name of ``TrainingArguments``; ``None`` is the order that was asked for."""
     context_parallel: int = field(
         default=1, metadata=_field_metadata(lambda arm: f"context parallel × {arm.context_parallel}", sparse=True)
     )
     """Ranks that share each sample, of which each has a part of its tokens: ``cp_size`` of accelerate's
     ``ParallelismConfig``."""
     dp_shard_size: int | None = field(default=None, metadata=_field_metadata(None, sparse=True))
-    """Ranks between which the model is divided, of ``hybrid``, as in accelerate's ``ParallelismConfig``."""
+    """With ``hybrid``, the number of ranks of a group, between which the model is divided; accelerate's name."""
 
     @property
     def is_sharded(self) -> bool:
@@ -193,36 +192,32 @@ class Arm:
 
     @property
     def needs_launcher(self) -> bool:
-        """Whether the training needs a launcher such as ``torchrun``: with several ranks, or with DeepSpeed."""
+        """Whether training needs a launcher such as ``torchrun``, as several ranks and DeepSpeed do."""
         return self.ranks > 1 or self.zero_stage is not None
 
     def describe(self) -> str:
-        """Return a short description without defaults, but with the precision: ``bf16, checkpointing, adafactor``."""
-        said = [
+        """Return the precision and all settings that are not defaults, in words: ``bf16, checkpointing, adafactor``."""
+        described = [
             words if isinstance(words, str) else words(self)
             for name, default, words in _WORDS
             if name == "precision" or getattr(self, name) != default
         ]
-        return ", ".join(filter(None, said))
+        return ", ".join(filter(None, described))
 
 
 _WORDS = [(f.name, f.default, f.metadata["words"]) for f in dataclasses.fields(Arm) if f.metadata.get("words")]
 _SPARSE = {f.name: f.default for f in dataclasses.fields(Arm) if f.metadata.get("sparse")}
 
 OF_RANKS = (
-    "strategy",
-    "ranks",
-    "ddp_find_unused_parameters",
-    "ddp_broadcast_buffers",
-    "transformer_layer_cls_to_wrap",
+    "strategy", "ranks", "ddp_find_unused_parameters", "ddp_broadcast_buffers", "transformer_layer_cls_to_wrap",
     "sync_each_batch",
-)
+)  # fmt: skip
 """The fields of an arm that only several ranks have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One choice of every option that is searched; batch and accumulation are per device."""
+    """A configuration that a trial can run: an arm with a batch and accumulation, both per device."""
 
     arm: Arm
     per_device_train_batch_size: int
@@ -251,10 +246,10 @@ class Candidate:
         }
 
     def recorded_parameters(self) -> Document:
-        """Return ``parameters`` as they are stored, without settings of several ranks where there is one rank.
+        """Return ``parameters`` as they are stored: equal to records of versions that had fewer settings.
 
-        Trials from before there were several ranks are recorded like this. One rank has a strategy only where it
-        offloads. Sparse settings are left out where they have their default.
+        Settings of several ranks are left out where there is one rank (which has a strategy only where it offloads),
+        and sparse settings where they have their default.
         """
         names = OF_RANKS if self.arm.ranks == 1 and self.arm.strategy is None else ()
         return {
@@ -265,7 +260,7 @@ class Candidate:
 
     @classmethod
     def from_parameters(cls, parameters: Document) -> Candidate:
-        """Return the candidate of a document from ``parameters``; unknown keys are ignored."""
+        """Return the candidate of a stored document, unknown keys ignored. Raises ``KeyError`` or ``ValueError``."""
         names = [f.name for f in dataclasses.fields(Arm)]
         return cls(
             decode({name: parameters[name] for name in names if name in parameters}, Arm),

@@ -1,7 +1,7 @@
-"""Compute how many bytes a trial may reserve.
+"""Compute how many bytes a trial may reserve: cap, headroom and line.
 
-The cap is what the allocator may reserve. The headroom is what has to stay free below it. The line is the cap less the
-headroom: a trial is feasible where its peak is at or under the line.
+The cap is the most that torch's allocator may reserve. The headroom has to stay free below it. The line is the cap less
+the headroom: a trial is feasible where its peak is at or under the line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ With it, the largest batch was right or one multiple too small in 40 of 44 arms 
 one multiple too large in two, and three or four too small in two."""
 
 LARGE_GRADIENTS = 0.01
-"""Share of the memory above which a search has DDP keep its first gradient buckets, of which else one step may hold a
-second set. Less than the headroom. A choice."""
+"""Share of the memory: where gradients take more, a search has DDP keep its first gradient buckets, of which one step
+may otherwise hold a second set. Less than the headroom. A choice."""
 
 DEFAULT_HEADROOM_FRACTION = 0.03
 """A choice, not a measurement: reserve for what a short trial does not show of a long run, such as fragmentation."""
@@ -73,17 +73,17 @@ def parse_headroom(text: str) -> Headroom:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The cap and the line. Whether something fits is decided here, for measured and for predicted peaks."""
+    """The cap and the line (cap less headroom), by which measured and predicted peaks are judged."""
 
     cap_bytes: int
     line_bytes: int
 
     def below_line_bytes(self, margin: float) -> int:
-        """Return the most that may be reserved with a relative ``margin`` below the line."""
+        """Return the largest peak that is below the line by ``margin``, a share of the line."""
         return int(self.line_bytes * (1 - margin))
 
     def fits(self, reserved_bytes: int, margin: float = 0.0) -> bool:
-        """Return whether a step with this peak of reserved memory fits. A peak exactly on the line still fits."""
+        """Return whether a peak is at or under the line less ``margin``, a share for errors of predictions."""
         return reserved_bytes <= self.below_line_bytes(margin)
 
 
@@ -152,8 +152,9 @@ class Ceiling:
     def excess_bytes(self, peak_reserved_bytes: int, context_bytes: int | None = None) -> int:
         """Return by how many bytes a trial exceeds what a feasible trial may use; 0 or less for a feasible trial.
 
-        The peak must be at or under the line. Peak and CUDA context together must also stay within what is reachable.
-        ``context_bytes`` is the context's measured size; where it is larger than assumed, it uses up headroom.
+        The peak must be at or under the line. Peak and CUDA context together must also stay within
+        ``reachable_bytes``. ``context_bytes`` is the trial's measured context, which may be larger than assumed;
+        ``None`` where it was not measured.
         """
         over = peak_reserved_bytes - self.line_bytes
         return over if context_bytes is None else max(over, peak_reserved_bytes + context_bytes - self.reachable_bytes)

@@ -1,4 +1,4 @@
-"""Describe how code of the user's own takes its settings, and what keeps it from touching their files."""
+"""Describe how the user's own training code takes its settings, and what protects the user's files from it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from autotune.core.candidate import Precision
 from autotune.core.lengths import SampleLengths
 
 ProtectionKind = Literal["overlay", "read-only", "landlock", "none"]
-"""``overlay``: what is written goes to a layer over the files, which is thrown away. ``read-only``: other mounts of the
-same name space are read-only. ``landlock``: the kernel refuses to write to anything but a trial's own folders."""
+"""``overlay``: what the code writes goes to a folder laid over the user's files (overlayfs), which is thrown away.
+``read-only``: the files are mounted read-only for the trial. ``landlock``: the kernel refuses writing outside a trial's
+own folders."""
 
 PROTECTED: dict[ProtectionKind, str] = {
     "overlay": "what your code writes goes to a layer over your files that is thrown away (overlayfs)",
@@ -18,16 +19,16 @@ PROTECTED: dict[ProtectionKind, str] = {
     "landlock": "your files are read-only for your code: no layer can be laid over them here (Landlock)",
     "none": "your files are not protected: your code writes, renames and deletes in every trial as it would by itself",
 }
-"""The note on each kind of protection that is printed before a search."""
+"""The note that is printed before a search, by kind of protection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """The protection of the user's files from a job."""
+    """The protection of the user's files from a job that runs the user's own code."""
 
     kind: ProtectionKind = "none"
     layer: str | None = None
-    """A folder that gets what the inspection of the code writes, and lies below what its trials write."""
+    """The folder with what the inspection of the code wrote, which trials see beneath what they write themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,7 @@ class FoundProtection:
 
 
 Framework = Literal["trainer", "loop", "accelerate", "fabric", "lightning", "placeholders"]
-"""What code trains with; ``placeholders``: a script that is told its settings by its command line, whatever it trains
-with."""
+"""The framework that code trains with; ``placeholders``: any script whose command line tells it its settings."""
 MadeFrom = Literal["flags", "file", "code"]
 """Where a script's ``TrainingArguments`` come from."""
 SETTINGS = ("batch", "accumulation", "precision", "checkpointing")
@@ -49,20 +49,20 @@ SETTINGS = ("batch", "accumulation", "precision", "checkpointing")
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The place where samples are counted: a dimension of a tensor that an outermost model is given, or returns."""
+    """Where a script's samples are counted: a dimension of a tensor that an outermost model takes or returns."""
 
     model: str
-    """``GPT#0``: its class, and its place in the order of the models' first calls."""
+    """The model's class, and its number in the order of the models' first calls: ``GPT#0``."""
     path: str
     """The tensor's place among the model's inputs (``0``, ``1.input_ids``) or outputs (``out.logits``)."""
     dimension: int
     factor: int = 1
-    """Rows for each sample: tokens, where a model takes them all in one dimension."""
+    """Size of the dimension for each sample: its tokens, where a model takes all tokens in one dimension."""
     calls: int = 1
-    """Calls for each micro-step."""
+    """Calls of the model in each micro-step."""
 
     def rows(self, model: str, shapes: dict[str, tuple[int, ...]]) -> int:
-        """Return the number of rows of this tensor in a call; 0 for another model, or a call without the tensor."""
+        """Return the size of this dimension in a call of ``model`` with these tensors; 0 without this tensor."""
         shape = shapes.get(self.path) if model == self.model else None
         return shape[self.dimension] if shape is not None and len(shape) > self.dimension else 0
 
@@ -72,28 +72,28 @@ class HowItSteps:
     """How a script makes the steps of its optimizers."""
 
     anchor: int = 0
-    """The optimizer, in the order of their first steps, whose step ends a whole step."""
+    """The number of the optimizer whose step ends a whole step, in the order of the optimizers' first steps."""
     passes: int = 1
     """Backward passes of a micro-step."""
     passes_once: int = 0
     """Further backward passes of each whole step, such as that of a loss over the whole batch."""
     site: Site | None = None
-    """``None`` where it is not known where samples go in."""
+    """Where samples are counted; ``None`` where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """The numbers that a command line with placeholders sets itself; ``None`` for those that a placeholder sets."""
+    """The numbers that a command line with placeholders fixes; ``None`` for one that a placeholder stands for."""
 
     batch: int | None = None
     accumulation: int | None = None
     effective_batch: int | None = None
-    """The samples of an optimizer step, of which the script makes its accumulation."""
+    """The samples of an optimizer step, from which the script computes its accumulation."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeInterface:
-    """How code takes its settings. The defaults stand for a script with a Trainer that takes all of them as flags."""
+    """How the user's code takes its settings. The defaults: a script whose Trainer takes all of them as flags."""
 
     kind: Framework = "trainer"
     searched: tuple[str, ...] = SETTINGS
@@ -101,25 +101,25 @@ class CodeInterface:
     made_from: MadeFrom = "flags"
     """Where a script's ``TrainingArguments`` come from."""
     place: str | None = None
-    """The name of the file, or the line of code, that the arguments come from."""
+    """The name of the file, or the line of code, that ``TrainingArguments`` come from."""
     loader_key: str | None = None
-    """The line that makes the training ``DataLoader``, and which of those made there: ``/home/me/train.py:12#0``."""
+    """The line that makes the training ``DataLoader``, and its number there: ``/home/me/train.py:12#0``."""
     loader: str | None = None
-    """The same line in words for messages."""
+    """The line of ``loader_key`` in words, for messages."""
     loader_workers: int = 0
     loader_prefetch: int | None = None
     loader_batch: int | None = None
     """Samples of a loop's batches at the default of its ``LoopConfig``; ``None`` where its loader does not say."""
     tunes_loader: bool = True
-    """Whether the processes that load data can be tuned."""
+    """Whether trials can set the number of data loader workers and their prefetching."""
     accumulates_by: Literal["accelerator", "option", "script"] | None = None
-    """What decides the accumulation of a script with an ``Accelerator``: that, a command-line option, its own code."""
+    """What decides the accumulation of a script with an ``Accelerator``: this object, an option, the script's code."""
     accelerator: str = ""
     """The file and line that makes the ``Accelerator``."""
     passed: tuple[str, ...] = ()
     """Settings that the script passes to its ``Accelerator``, so that ``accelerate launch`` does not decide them."""
     flags: dict[str, str] = field(default_factory=dict)
-    """Options of the script's own parser, by what they decide: one of ``SETTINGS``, or ``workers``."""
+    """Options of the script's own parser, by the setting that each decides: one of ``SETTINGS``, or ``workers``."""
     samples: int | None = None
     """Samples of an epoch; ``None`` where their number is not known."""
     lengths: SampleLengths | None = None
@@ -136,9 +136,9 @@ class CodeInterface:
     compiles: bool = False
     """Whether a script with placeholders calls ``torch.compile``: each of its trials then compiles."""
     has_own_settings: bool = True
-    """Whether it trains with settings of its own where none are given."""
+    """Whether the code trains with settings of its own where it is given none."""
     batch_matters: str | None = None
-    """Why n batches of one sample train otherwise than one batch of n; ``None`` where nothing shows that they do."""
+    """Why n batches of one sample train otherwise than one batch of n samples; ``None`` without a sign of it."""
     memory_unknown: str | None = None
     """Why the memory of a ``Trainer`` is not predicted; ``None`` where it is, or was not asked for."""
     samples_a_prompt: int = 1

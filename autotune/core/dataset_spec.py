@@ -1,4 +1,4 @@
-"""Describe the user's own dataset, where it is and what reading it showed, and publish folders of prepared datasets."""
+"""Describe the user's own dataset (its place, what reading it showed), and share folders of prepared datasets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Lengths:
     truncated: float
     """Share of the samples that were truncated to ``--seq-len``."""
     padding: float
-    """Share of the tokens of a batch of 8 that is padding, with samples shuffled, or grouped by length where asked."""
+    """Share of the tokens of batches of 8 that is padding, in the order that was asked for: random, or by length."""
     histogram: tuple[int, ...]
     """Number of samples in each of equally wide bins from 0 to ``longest``."""
     longest_target: int | None = None
@@ -43,13 +43,13 @@ class Lengths:
 
     @property
     def in_batches(self) -> tuple[int, int]:
-        """Return the fewest and the most tokens of a sample before a batch is padded."""
+        """The fewest and the most tokens of a sample as it comes into a batch, with padding that the dataset holds."""
         return self.stored or (self.shortest, self.longest)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The samples before they were packed in rows."""
+    """The samples of a packed dataset before they were packed in rows."""
 
     samples: int
     lengths: Lengths
@@ -60,7 +60,7 @@ class DataFacts:
     """What reading the dataset once showed."""
 
     samples: int
-    """Samples of a batch are drawn from so many: rows, where they are packed."""
+    """Number of samples; of rows, where samples are packed in rows."""
     num_labels: int | None = None
     """Number of classes; 1 where the labels are numbers to regress on."""
     lengths: Lengths | None = None
@@ -78,10 +78,9 @@ class DataSpec:
     """Absolute path of a file or folder, or ``NAME`` or ``NAME:CONFIG`` on the hub."""
     kind: DataKind
     content: str
-    """Hash or revision that is equal for two sources exactly when their content is, as far as that can be told
-    quickly."""
+    """A hash or revision that changes with the content of ``source``, as far as that can be told quickly."""
     tokenizer_content: str | None = None
-    """The same for the tokenizer or processor."""
+    """The same for ``tokenizer``."""
     split: str = DEFAULT_SPLIT
     text_columns: tuple[str, ...] | None = None
     """``None`` means the only text column."""
@@ -100,24 +99,24 @@ class DataSpec:
     """``None`` until the dataset was read."""
 
     def place(self) -> dict[str, Any]:
-        """Return the paths or names of dataset and tokenizer. Equal data may have other paths in other studies."""
+        """Return the fields with paths, which ``identity`` lacks: equal data may be elsewhere in another study."""
         return {"source": self.source, "tokenizer": self.tokenizer}
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that decide what the batches are: all but paths and the facts derived from the data."""
+        """Return the fields that decide what the batches are, to see whether two studies have the same data."""
         # Packing is left out where there is none, as in studies from before it.
         left_out = {*self.place(), "facts", *(() if self.packing else ("packing",))}
         return {name: value for name, value in encode(self).items() if name not in left_out}
 
     def padded(self, tokens: int, seq_len: int) -> int:
-        """Return the padded length of a sample in a batch whose longest sample has ``tokens``."""
+        """Return the length to which the samples of a batch are padded whose longest sample has ``tokens``."""
         length = seq_len if self.padding == "max_length" else tokens
         multiple = self.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
     @property
     def label(self) -> str:
-        """A short name for messages: of the file or folder, or the hub's name."""
+        """A short name for messages: the hub's name, or the last part of the path."""
         return self.source if self.kind == "hub" else in_one_line(os.path.basename(self.source))
 
 
@@ -138,8 +137,9 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 def describe_lengths(lengths: Lengths) -> str:
     """Return one line: a histogram, the quantiles, and the shares of truncated samples and of padding."""
-    most = max(lengths.histogram)
-    bars = "".join(_BARS[-(-8 * count // most)] for count in lengths.histogram)
+    largest_count = max(lengths.histogram)
+    # Rounded up, so that a bin with any sample has a bar.
+    bars = "".join(_BARS[-(-8 * count // largest_count)] for count in lengths.histogram)
     return (
         f"0 {bars} {lengths.longest} tokens: min {lengths.shortest}, median {lengths.median}, "
         f"95 % below {lengths.percentile_95}, max {lengths.longest}; {lengths.truncated:.1%} truncated, "
@@ -159,9 +159,9 @@ def describe_packing(facts: DataFacts) -> str:
 
 
 def publish_data(partial: Path, folder: Path) -> None:
-    """Move a prepared dataset to its folder, unless another search has prepared the same there.
+    """Move a prepared dataset to ``folder``, where all searches use it, unless another search was first.
 
-    Nobody removes a published folder, so it needs no lock. Raises ``StorageError`` where it cannot be moved.
+    Nobody removes such a folder later, so it needs no lock. Raises ``StorageError`` where it cannot be moved.
     """
     if facts_in(folder) is not None:
         return

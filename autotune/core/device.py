@@ -25,7 +25,7 @@ _LEAST_CAPABILITY: dict[Precision, tuple[int, int]] = {"fp32": (0, 0), "tf32": (
 
 
 def precisions_of(capability: tuple[int, int]) -> tuple[Precision, ...]:
-    """Return the precisions that a GPU of this compute capability computes natively."""
+    """Return the precisions for which a GPU of this compute capability has hardware."""
     return tuple(precision for precision, least in _LEAST_CAPABILITY.items() if capability >= least)
 
 
@@ -99,7 +99,7 @@ _LARGE_WORKSPACE_MAJORS = (9, 10)
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """What GPUs take to exchange data: a time for each call, and a rate for the bytes that each of them sends."""
+    """The cost of a collective, such as an all-reduce: a time for each call, and a rate for the bytes of each GPU."""
 
     call_seconds: float
     bytes_per_second: float
@@ -107,19 +107,20 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What GPUs of one host exchange data through."""
+    """The connection through which GPUs of one host exchange data."""
 
     kind: Literal["NVLink", "PCIe"]
     bytes_per_second: float
     """Specified, of one GPU in one direction."""
     all_reduce: Collective | None = None
-    """Measured on this host; ``None`` where it was not."""
+    """Measured on this host, as the next two; ``None`` where it was not."""
     all_gather: Collective | None = None
     group_gather: Collective | None = None
-    """Between the ranks of a group of hybrid sharding."""
+    """An all-gather between the ranks of a group of hybrid sharding."""
 
     def cases(self, measured: Collective | None) -> tuple[Collective, Collective, Collective]:
         """Return the worst, usual and best cost of a collective, from its measured cost or else the link's rate."""
+        # Parts of the rate that an exchange gets, for each of the three cases.
         shares = _SHARES_OF_LINKS[self.kind] if measured is None else _SHARES_OF_MEASURED
         rated = measured or Collective(_SMALLEST_WORK_SECONDS, self.bytes_per_second)
         worst, usual, best = (Collective(rated.call_seconds, rated.bytes_per_second * share) for share in shares)
@@ -171,7 +172,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """Those properties of a GPU that determine the memory of a training step on it."""
+    """A model of GPU: what determines the memory of a training step on it, and the rates that determine its speed."""
 
     capability: tuple[int, int] = (9, 0)
     multiprocessors: int = 132
@@ -197,19 +198,23 @@ class Chip:
         return precisions_of(self.capability)
 
     def decisive(self) -> Chip:
-        """Return the chip without name, memory and rates, which do not change how many bytes a step allocates."""
+        """Return the chip reduced to what decides how many bytes a step allocates: no name, memory and rates.
+
+        Chips that are equal in this share their predictions of memory.
+        """
         return Chip(self.capability, self.multiprocessors, self.threads_per_multiprocessor)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What a machine was measured to do. Rates of matrix products are by kind: ``half``, ``tf32``, ``fp32``."""
+    """The measured speed of a machine, by which predictions of step times are adjusted to it."""
 
     product_size: int
-    """Rows, columns and inner dimension of the products."""
+    """Rows, columns and inner dimension of the matrix products that were timed."""
     product_flops: dict[str, float]
+    """Operations a second in matrix products, by kind: ``half``, ``tf32``, ``fp32``."""
     bytes_per_second: float | None
     kernel_seconds: float
     dispatch_seconds: float
     collectives: dict[str, Collective] = field(default_factory=dict)
-    """By the name of the field of ``Link``; empty for one GPU."""
+    """Costs between the GPUs, by the name of the field of ``Link``; empty for one GPU."""

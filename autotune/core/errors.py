@@ -1,7 +1,7 @@
 """Define the errors that a user can act on, each with its exit code.
 
-Each carries a message (what was wrong with which value), a hint (what to do next) and the exit code of the command
-line. Out of memory inside a trial is not among them: that is a result.
+Each has a message (what was wrong with which value), a hint (what to do next) and the exit code of the command line.
+Out of memory inside a trial is not among them: that is a result.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 2, least_ratio:
 
 
 def near_misses(word: str, known: Iterable[str], *, most: int, least_ratio: float = 0.6) -> list[str]:
-    """Return the known names that begin with the word, else the names most similar to it."""
+    """Return at most ``most`` known names that begin with the word, else the names most similar to it.
+
+    ``least_ratio`` is the least similarity, as ``difflib`` measures it from 0 to 1.
+    """
     names = list(known)
-    begun = [name for name in names if word and name.startswith(word)][:most]
-    return begun or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
+    completions = [name for name in names if word and name.startswith(word)][:most]
+    return completions or difflib.get_close_matches(word, names, n=most, cutoff=least_ratio)
 
 
 def error_with_code(exit_code: object, message: str, hint: str) -> AutotuneError | None:
-    """Return the error for an exit code that another process reported; ``None`` for an unknown code."""
+    """Return an error of the class with an exit code that another process reported; ``None`` for an unknown code."""
     kinds: list[type[AutotuneError]] = [AutotuneError, *AutotuneError.__subclasses__()]
     for kind in kinds:
         if kind.exit_code == exit_code:

@@ -1,4 +1,4 @@
-"""Read the host name of a request: a page whose name was made to point here must not be answered (DNS rebinding)."""
+"""Read the host name of an HTTP request, to refuse pages whose name was made to point here (DNS rebinding)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Describe what an inspection finds out before a search: versions, the CUDA context, the GPU, facts about the model.
 
-Processes with torch find it out. Their answers are sent and stored as JSON documents.
+It runs in processes with torch, whose answers are sent and stored as JSON documents.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from autotune.core.workload import DTypeName
 
 @dataclass(frozen=True, slots=True)
 class Software:
-    """The versions of what a training runs on."""
+    """The versions of the libraries that a training runs on."""
 
     python: str
     packages: dict[str, str | None]
-    """``None`` for one that is not installed."""
+    """Versions by package; ``None`` for a package that is not installed."""
     training_arguments_fields: tuple[str, ...]
     """The fields of the installed ``TrainingArguments``."""
     cuda: str | None = None
@@ -33,7 +33,7 @@ class Software:
 
 @dataclass(frozen=True, slots=True)
 class OwnSettings:
-    """The settings that the user's own code trains with where it is told nothing else."""
+    """The settings with which the user's own code trains by itself."""
 
     arm: Arm
     per_device_train_batch_size: int | None = None
@@ -48,17 +48,17 @@ class OwnSettings:
 
 @dataclass(frozen=True, slots=True)
 class AfterStep:
-    """What a training step leaves as it is; ``None`` where no step could be run."""
+    """What one training step showed about a model, to set up DDP; ``None`` where no step could be run."""
 
     unused_parameters: tuple[str, ...] | None = None
     """Trainable parameters without a gradient."""
     changed_buffers: tuple[str, ...] | None = None
-    """Buffers that it replaces or writes to, such as running means."""
+    """Buffers that the step replaced or wrote to, such as running means."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is known of a model. The fields from ``own`` on are of the user's own code."""
+    """What an inspection found out about a model. The fields from ``own`` on are of the user's own code."""
 
     class_name: str
     parameters: int
@@ -71,10 +71,10 @@ class ModelFacts:
     layer_classes: tuple[str, ...] = ()
     """The classes of the layers that FSDP shards one by one; none where it has none."""
     sharding_error: str | None = None
-    """Why accelerate cannot shard it layer by layer; ``None`` where it can, or was not asked."""
+    """Why accelerate cannot shard it layer by layer; ``None`` where it can, or where nobody asked."""
     unquantized_experts: int = 0
-    """Weights that ``--quantize`` leaves as they are, since the experts of a mixture have them in one tensor, and
-    bitsandbytes quantizes linear layers; 0 without ``--quantize``."""
+    """Number of weights that ``--quantize`` does not quantize: those of experts in one tensor, while bitsandbytes
+    quantizes linear layers only; 0 without ``--quantize``."""
     after_step: AfterStep = field(default_factory=AfterStep)
     """Inspected only where several ranks train."""
     own: OwnSettings | None = None
@@ -111,9 +111,9 @@ class Inspection:
     model: ModelFacts | None = None
     """``None`` where the model cannot be built."""
     model_error: str | None = None
-    """Why it cannot."""
+    """Why the model cannot be built."""
     model_hint: str | None = None
-    """What would work, where an option is to blame."""
+    """What would work, where an option of the search keeps the model from being built."""
     chip: Chip | None = None
     """``None`` on a CPU."""
     calibration: Calibration | None = None
@@ -124,7 +124,7 @@ class Inspection:
 
 @dataclass(frozen=True, slots=True)
 class GpuWork:
-    """Find out what only a process that uses the GPU can tell."""
+    """The work of a process that uses the GPU to find out ``GpuFacts``, which no other process can."""
 
     device_uuid: str
     convolves: bool

@@ -86,21 +86,21 @@ _REPLICATED = ("NO", "MULTI_GPU", "MULTI_CPU")
 
 @dataclass(slots=True)
 class CommandLine:
-    """A command line, of which the launchers are taken off."""
+    """A user's command line, from which launchers such as ``torchrun`` are being taken off, with what they set."""
 
     command: str
-    """The whole, for messages."""
+    """The whole command line, for messages."""
     ranks: int
-    """The processes that each trial has."""
+    """The number of processes of each trial, which a launcher has to agree with."""
     variables: tuple[tuple[str, str], ...]
     """Variables of the environment that launchers would have set and that scripts read."""
     is_ranked: bool = False
-    """Whether it is started by ``torchrun``, which tells each process its rank (``ALONE``)."""
+    """Whether ``torchrun`` starts one process, so that the script may expect the variables of ``ALONE``."""
     words: tuple[str, ...] = ()
-    """What is left without launchers: a file or ``-m`` and a module, then its own options."""
+    """The command without launchers: a file or ``-m`` and a module, then its own options."""
 
-    def check_number(self, number: str, said: str, left: Sequence[str]) -> None:
-        """Raise ``InvalidRequestError`` where the launcher starts another number of processes than the trial has."""
+    def check_number(self, number: str, written: str, launched: Sequence[str]) -> None:
+        """Raise ``InvalidRequestError`` where a launcher starts another ``number`` of processes than a trial has."""
         if number == str(self.ranks) or (self.ranks > 1 and number in _AS_MANY_AS_GPUS):
             return
         if self.ranks == 1:
@@ -108,34 +108,34 @@ class CommandLine:
             if number in _AS_MANY_AS_GPUS:
                 gpus = "all"
             raise self.several_processes_error(
-                said, left, f", or measure them together: --gpus {gpus} without --parallel"
+                written, launched, f", or measure them together: --gpus {gpus} without --parallel"
             )
         is_several = number.isdecimal() and int(number) > 1
         raise self.error(
-            f"starts another number of processes ({said}) than --gpus names GPUs, {self.ranks}",
+            f"starts another number of processes ({written}) than --gpus names GPUs, {self.ranks}",
             f"{f'use --gpus {number}' if is_several else 'leave --gpus out'}, or have the launcher start {self.ranks}",
         )
 
-    def check_hosts(self, number: str, said: str, left: Sequence[str]) -> None:
-        """Raise ``InvalidRequestError`` where the launcher starts processes on several hosts."""
+    def check_hosts(self, number: str, written: str, launched: Sequence[str]) -> None:
+        """Raise ``InvalidRequestError`` where the launcher's ``number`` of hosts is not one."""
         if number not in ("1", "1:1"):
             raise self.error(
-                f"starts processes on several hosts ({said}), and a trial runs on one",
-                f"give the script itself, with --gpus for the GPUs of this host: -- {_python_command(left)}",
+                f"starts processes on several hosts ({written}), and a trial runs on one",
+                f"give the script itself, with --gpus for the GPUs of this host: -- {_python_command(launched)}",
             )
 
-    def several_processes_error(self, said: str, left: Sequence[str], instead: str = "") -> InvalidRequestError:
+    def several_processes_error(self, written: str, launched: Sequence[str], instead: str = "") -> InvalidRequestError:
         """Return the error for a launcher of several processes where the trial has one."""
         return self.error(
-            f"starts several processes ({said}), and a trial is one",
-            f"give the script itself, which is then measured on one device: -- {_python_command(left)}{instead}",
+            f"starts several processes ({written}), and a trial is one",
+            f"give the script itself, which is then measured on one device: -- {_python_command(launched)}{instead}",
         )
 
-    def not_measurable_error(self, what: str, left: Sequence[str]) -> InvalidRequestError:
+    def not_measurable_error(self, what: str, launched: Sequence[str]) -> InvalidRequestError:
         """Return the error for a launcher whose processes autotune cannot measure."""
         return self.error(
             f"{what}, so that it cannot be measured from within",
-            f"give the script itself and its own options: -- {_python_command(left)}",
+            f"give the script itself and its own options: -- {_python_command(launched)}",
         )
 
     def error(self, why: str, hint: str) -> InvalidRequestError:
@@ -148,7 +148,7 @@ _AS_MANY_AS_GPUS = ("gpu", "auto")
 
 
 def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
-    """Return the script that a command line runs in each of ``ranks`` processes, without its launchers.
+    """Take the launchers off a command line; return the script that it runs in each of ``ranks`` processes.
 
     Raises ``InvalidRequestError``, with a command that would work, for an unsupported or unknown launcher.
     """
@@ -159,6 +159,7 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
                 raise _sharing_samples_error(variable)
     filled, left = _split_filled_variables(words)
     launch = CommandLine(command, ranks, filled)
+    # A launcher may start another one: python -m accelerate launch -m trl …
     for _ in range(len(words) + 1):
         left = _without_python(left, command)
         name = _command_of(left)
@@ -170,7 +171,10 @@ def without_launchers(words: Sequence[str], ranks: int = 1) -> CommandLine:
 
 
 def _split_filled_variables(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], list[str]]:
-    """Split leading variables with placeholders, as in ``BATCH={batch} python train.py``, from a command."""
+    """Split a command such as ``BATCH={batch} python train.py`` into leading variables with placeholders and the rest.
+
+    A candidate's values replace placeholders. Without such variables, the words are returned as they are.
+    """
     left = list(words[1:] if words and Path(words[0]).name == "env" else words)
     filled = list(itertools.takewhile(lambda word: _ASSIGNMENT.match(word) and placeholders_in(word), left))
     variables = dict(word.split("=", 1) for word in filled)
@@ -178,10 +182,10 @@ def _split_filled_variables(words: Sequence[str]) -> tuple[tuple[tuple[str, str]
 
 
 def find_command(name: str) -> str | None:
-    """Return the file of a console command, from ``PATH`` or from the folder of this Python.
+    """Return the file of a console command such as ``trl``, from ``PATH`` or from the folder of this Python.
 
-    ``None`` where there is no readable file, and for a path. A command of another Python, whose packages trials do not
-    have, is replaced by that of this Python; raises ``InvalidRequestError`` where this has none.
+    ``None`` where there is no readable file, and where ``name`` is a path. A command of another Python, whose packages
+    trials do not have, is replaced by the same command of this Python; raises ``InvalidRequestError`` without one.
     """
     beside = os.path.join(os.path.dirname(sys.executable), name)
     # An environment that is not activated has its commands beside its Python alone.
@@ -190,10 +194,10 @@ def find_command(name: str) -> str | None:
         return None
     try:
         with open(path, "rb") as file:
-            first = file.readline(300).decode(errors="replace")
+            first_line = file.readline(300).decode(errors="replace")
     except OSError:
         return None
-    interpreter = first[2:].split()[:1] if first.startswith("#!") else []
+    interpreter = first_line[2:].split()[:1] if first_line.startswith("#!") else []
     is_foreign = (
         bool(interpreter)
         and _PYTHON.fullmatch(Path(interpreter[0]).name) is not None
@@ -208,7 +212,10 @@ def find_command(name: str) -> str | None:
 
 
 def _without_python(words: list[str], command: str) -> list[str]:
-    """Return the words without the interpreter and its options. Raises an error where a variable or ``env`` leads."""
+    """Return the words of a command line without the Python interpreter and its options.
+
+    Raises ``InvalidRequestError`` for a variable of the environment, or ``env``, at the beginning.
+    """
     if words and (_ASSIGNMENT.match(words[0]) or Path(words[0]).name == "env"):
         raise InvalidRequestError(
             f"{command[:80]!r} begins with a variable of the environment, which is not a script",
@@ -234,7 +241,7 @@ def _command_of(words: Sequence[str]) -> str | None:
 
 
 def _without_torchrun(words: list[str], launch: CommandLine) -> list[str]:
-    """Return the words after ``torchrun`` and its options, having checked its numbers of hosts and processes."""
+    """Return the command that ``torchrun`` launches, after checking its numbers of hosts and processes."""
     given, left = _split_launcher_options(words, _TORCHRUN_OPTIONS, _TORCHRUN_FLAGS, launch)
     if "nnodes" in given:
         launch.check_hosts(given["nnodes"], f"--nnodes {given['nnodes']}", left)
@@ -245,18 +252,18 @@ def _without_torchrun(words: list[str], launch: CommandLine) -> list[str]:
 
 
 def _without_accelerate_launch(words: list[str], launch: CommandLine) -> list[str]:
-    """Return the words after the options of ``accelerate launch``, having checked options and configuration file."""
+    """Return the command that ``accelerate launch`` launches, after checking its options and configuration file."""
     flags = _ACCELERATE_FLAGS | {"multi-gpu"} if launch.ranks > 1 else _ACCELERATE_FLAGS
     given, left = _split_launcher_options(words, _ACCELERATE_OPTIONS, flags, launch)
     config, path = _accelerate_config(given.get("config-file"))
-    # What its command line does not say, its configuration does.
-    said = {name: (given[name], f"--{name} {given[name]}") for name in given}
+    # Each setting, and how the user wrote it. The command line goes before the configuration file.
+    settings = {name: (given[name], f"--{name} {given[name]}") for name in given}
     for name, value in config.items():
-        said.setdefault(name.replace("_", "-"), (value, f"{name}: {value} in {path}"))
-    if "num-machines" in said:
-        launch.check_hosts(*said["num-machines"], left)
-    if "num-processes" in said:
-        launch.check_number(*said["num-processes"], left)
+        settings.setdefault(name.replace("_", "-"), (value, f"{name}: {value} in {path}"))
+    if "num-machines" in settings:
+        launch.check_hosts(*settings["num-machines"], left)
+    if "num-processes" in settings:
+        launch.check_number(*settings["num-processes"], left)
     # parallelism_config is a section: its own line has no value, or {} where the section is empty.
     if config.get("parallelism_config") == "":
         raise _sharing_samples_error(path, " (parallelism_config)")
@@ -269,13 +276,16 @@ def _without_accelerate_launch(words: list[str], launch: CommandLine) -> list[st
         )
     if launch.ranks == 1 and kind != "NO" and given.get("num-processes") != "1":
         raise launch.several_processes_error(f"distributed_type: {config['distributed_type']} in {path}", left)
-    if precision := said.get("mixed-precision", ("",))[0].strip("'\""):
+    if precision := settings.get("mixed-precision", ("",))[0].strip("'\""):
         launch.variables = tuple({**dict(launch.variables), "ACCELERATE_MIXED_PRECISION": precision}.items())
     return left
 
 
 def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
-    """Return fields and path of accelerate's configuration file; no fields where the standard file cannot be read."""
+    """Return the fields and the path of accelerate's configuration file: ``given``, or the standard one.
+
+    Raises ``InvalidRequestError`` where ``given`` cannot be read; without a standard file there are no fields.
+    """
     home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
     path = os.path.expanduser(given or os.path.join(home, "accelerate", "default_config.yaml"))
     try:
@@ -287,36 +297,40 @@ def _accelerate_config(given: str | None) -> tuple[dict[str, str], str]:
                 f"accelerate's --config_file {given}: {why}", "name another, or leave it out"
             ) from error
         return {}, path
+    # No YAML parser is installed with autotune; the fields that count are on the outermost level, one a line.
     pairs = (line.partition(":") for line in lines if line and not line.startswith((" ", "#", "-")))
     return {name.strip().strip("\"'"): value.strip().rstrip(",") for name, colon, value in pairs if colon}, path
 
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """A library's command, which starts a module of the library by a launcher."""
+    """A library's own command, such as ``trl sft``, which starts a training module of the library by a launcher."""
 
     module: str
-    """Its dotted name, with ``{}`` in place of the name of the training."""
+    """The module's dotted name, with ``{}`` in place of the first word after the command, such as ``sft``."""
     trains: tuple[str, ...] = ()
-    """Names of trainings that the command takes; empty where it takes any."""
+    """First words with which the command trains; empty where any word names a training."""
     variable: str | None = None
     """Environment variable with the number of processes; ``None`` where there is none."""
 
     def module_command(self, words: list[str], launch: CommandLine) -> list[str]:
-        """Return ``-m``, the module that this command starts, and the module's options."""
+        """Return ``-m``, the module that this command starts with these ``words`` after it, and the module's options.
+
+        Raises ``InvalidRequestError`` where it trains nothing, or in another number of processes than the trial has.
+        """
         if not words or words[0].startswith("-") or (self.trains and words[0] not in self.trains):
             example = self.module.format(self.trains[0] if self.trains else "sft")
             raise launch.error("names no training", f"give its module: -- python -m {example} …")
         left = ["-m", self.module.format(words[0].replace("-", "_"))]
-        started: list[tuple[str, str]] = []
+        launching: list[tuple[str, str]] = []
         rest = iter(words[1:])
         for word in rest:
             name, equals, value = word.partition("=")
             if name in _STARTED_BY:
-                started.append((name, value if equals else next(rest, "")))
+                launching.append((name, value if equals else next(rest, "")))
             elif name not in ("--accelerate", "--no-accelerate"):
                 left.append(word)
-        for name, value in started:
+        for name, value in launching:
             if name == "--accelerate_config":
                 raise launch.several_processes_error(f"{name} {value}", left)
             if name != "--launcher":
@@ -339,7 +353,7 @@ _TOOLS = {
 
 
 def _words_from_python(words: Sequence[str]) -> list[str]:
-    """Return the words from the first Python interpreter or Python script on."""
+    """Return the words from the first Python interpreter or Python script on, to suggest them as a command."""
     return list(
         itertools.dropwhile(lambda word: not (word.endswith(".py") or _PYTHON.fullmatch(Path(word).name)), words)
     )
@@ -385,7 +399,10 @@ def _without_launcher(name: str, words: list[str], launch: CommandLine) -> list[
 def _split_launcher_options(
     words: list[str], options: frozenset[str], flags: frozenset[str], launch: CommandLine
 ) -> tuple[dict[str, str], list[str]]:
-    """Split a launcher's options from the command that it launches: a file or ``-m`` and a module, with options."""
+    """Split a launcher's words into its options with a value, by name, and the command that it launches.
+
+    ``options`` are known options with a value, ``flags`` those without. Raises ``InvalidRequestError`` for any other.
+    """
     given: dict[str, str] = {}
     left = list(words)
     is_module = False
@@ -412,7 +429,7 @@ def _split_launcher_options(
 
 
 def _python_command(words: Sequence[str]) -> str:
-    """Return a shell command for the words, starting with ``python`` unless they are a console command."""
+    """Return the words as a shell command for a hint, with ``python`` before a script; an example without words."""
     if not words:
         return "python train.py …"
     is_script = words[0] == "-m" or words[0].endswith(".py")
@@ -420,5 +437,5 @@ def _python_command(words: Sequence[str]) -> str:
 
 
 def _sharing_samples_error(who: str, said: str = "") -> InvalidRequestError:
-    """Return the error for context or tensor parallelism, where several ranks share a sample."""
+    """Return the error that ``who`` (a command or file) sets context or tensor parallelism, ``said`` as it says it."""
     return InvalidRequestError(f"{who} has several ranks share a sample{said}, which is not searched", NOT_BY_SAMPLE)

@@ -1,7 +1,7 @@
-"""Compute what the batches of a training are from the lengths of its samples: shapes, tokens, padding.
+"""Compute the shapes, tokens and padding of a training's batches from the lengths of its samples.
 
-A shape that a process has not run yet costs host time once, so that a run costs its tokens and its shapes. Both follow
-from the lengths, the order of the samples and the padding; nothing is trained. Orders are drawn with a seed.
+A shape (padded length) that a process has not run yet costs host time once, so that a run costs its tokens and its
+shapes. Both follow from the lengths, the order of the samples and the padding. Orders are drawn with a seed.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, Literal
 Order = Literal["random", "group_by_length", "batch_rebalance"]
 """As ``TrainingArguments.train_sampling_strategy`` has it; ``random`` also stands for the order of the data."""
 Padding = Literal["longest", "max_length", "rows"]
-"""To the longest sample of a micro-batch, to the longest of all, or none: its samples come in one row."""
+"""Pad to the longest sample of a micro-batch, to the longest sample of all, or not: samples come in one row."""
 
 # An epoch is drawn from at most this many samples, and a run from as many: more change nothing but the time it takes.
 MOST_SAMPLES = 100_000
 # Largest number of different lengths that are recorded: longer samples have lengths rounded up to steps. A choice.
 _MOST_COUNTS = 1024
-# New shapes are counted in so many first steps of a run.
-_MARKS = (10, 30, 100, 300, 1000, 3000)
+# Numbers of first steps of a run in which new shapes are counted.
+_STEP_COUNTS = (10, 30, 100, 300, 1000, 3000)
 # Least multiple that ``choose_multiple`` considers: tensor cores take multiples of 8.
 _LEAST_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLengths:
-    """Tokens of the samples of a training, of all or of some that were drawn."""
+    """The lengths of a training's samples in tokens (of all or of some), and how its own settings make batches."""
 
     counts: tuple[tuple[int, int], ...] = ()
     """Each length in tokens, ascending, with the number of samples that have it."""
@@ -38,16 +38,17 @@ class SampleLengths:
     order: Order = "random"
     padding: Padding = "longest"
     multiple: int = 1
-    """Padded lengths are multiples of it."""
+    """Padded lengths are multiples of this many tokens."""
     longest_samples: tuple[int, ...] = ()
     """Indices of the longest samples that were seen, the longest first."""
     unknown: str | None = None
-    """Why they could not be read; there are no counts then."""
+    """Why the lengths could not be read; ``counts`` is empty then."""
 
     @classmethod
     def of(cls, lengths: Iterable[int], **others: Any) -> SampleLengths:
-        """Return the counted lengths of samples, rounded up to steps of several tokens where samples are long."""
+        """Count the lengths of samples, rounded up where samples are long; ``others`` are further fields."""
         counts = Counter(map(int, lengths))
+        # So wide that there are at most _MOST_COUNTS different lengths.
         step = -(-max(counts, default=1) // _MOST_COUNTS)
         rounded: Counter[int] = Counter()
         for tokens, count in counts.items():
@@ -60,10 +61,13 @@ class SampleLengths:
         return len(self.counts) > 1
 
     def long_in_row(self, batch: int, tokens: int) -> int:
-        """Return about how many of ``batch`` samples are the longest, the others average, in a row of ``tokens``."""
-        usual = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
-        many = (tokens - batch * usual) / (self.longest - usual) if self.longest > usual else 1.0
-        return min(batch, max(1, math.floor(many)))
+        """Return about how many samples of a row are as long as the longest, if its others have the mean length.
+
+        The row has ``tokens`` of ``batch`` samples.
+        """
+        mean = sum(length * count for length, count in self.counts) / sum(count for _, count in self.counts)
+        long_samples = (tokens - batch * mean) / (self.longest - mean) if self.longest > mean else 1.0
+        return min(batch, max(1, math.floor(long_samples)))
 
     @property
     def longest(self) -> int:
@@ -71,7 +75,7 @@ class SampleLengths:
         return self.counts[-1][0] if self.counts else 0
 
     def batching(self, batch: int, accumulation: int = 1, ranks: int = 1) -> Batching:
-        """Return how the training's own settings form micro-batches of this size."""
+        """Return how the training's own order and padding make micro-batches of ``batch`` samples."""
         return Batching(batch, accumulation, ranks, self.order, self.padding, self.multiple)
 
 
@@ -88,7 +92,7 @@ class Batching:
     """Padded lengths, and rows, are filled up to a multiple of it."""
 
     def padded(self, lengths: Any, longest: int) -> Any:
-        """Return padded lengths (…) of micro-batches, from an array (…, samples) of tokens."""
+        """Return the padded length of each micro-batch, from an array (…, samples) of lengths; ``longest``: of all."""
         import numpy as np
 
         if self.padding == "max_length":
@@ -148,13 +152,14 @@ def new_in_steps(shapes: Any, accumulation: int, steps: int) -> tuple[tuple[int,
     """
     import numpy as np
 
-    firsts = np.unique(np.concatenate([np.unique(of_rank, return_index=True)[1] for of_rank in shapes.T]))
-    marks = [*(mark for mark in _MARKS if mark < steps), steps]
-    return tuple((mark, int(np.searchsorted(firsts, mark * accumulation))) for mark in marks)
+    # A micro-step in which several ranks meet new shapes costs the time of one.
+    first_micro_steps = np.unique(np.concatenate([np.unique(of_rank, return_index=True)[1] for of_rank in shapes.T]))
+    step_counts = [*(count for count in _STEP_COUNTS if count < steps), steps]
+    return tuple((count, int(np.searchsorted(first_micro_steps, count * accumulation))) for count in step_counts)
 
 
 def shapes_of(lengths: SampleLengths, batching: Batching, steps: int | None = None, seed: int = 0) -> Shapes:
-    """Draw the micro-batches of a number of optimizer steps, or of an epoch, and return their shapes.
+    """Draw the micro-batches of a number of optimizer steps (by default an epoch), and return their shapes.
 
     At most about ``MOST_SAMPLES`` samples are drawn: a longer run meets hardly a new shape after so many. Raises
     ``ValueError`` where no length is known.
@@ -214,7 +219,7 @@ def _epoch(random: Any, population: Any, batching: Batching) -> Any:
 def choose_multiple(
     lengths: SampleLengths, batching: Batching, token_seconds: float, *, shape_seconds: float, steps: int | None = None
 ) -> int | None:
-    """Return the cheapest power of two to whose multiples to pad; ``None`` where the present multiple is cheapest.
+    """Return the power of two to whose multiples a run's batches are best padded; ``None`` where they are already.
 
     A token of a micro-batch costs ``token_seconds``; a shape that is new to the process costs ``shape_seconds``.
     """
@@ -227,5 +232,6 @@ def choose_multiple(
         micro_steps = found.steps * batching.accumulation
         return micro_steps * found.mean_tokens * token_seconds + found.new * shape_seconds
 
+    # The present multiple first, which wins where others cost the same.
     best = min([batching.multiple, *powers], key=seconds)
     return best if best != batching.multiple else None

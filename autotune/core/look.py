@@ -1,4 +1,4 @@
-"""Compare the first optimizer step of two settings on the same samples: is it the same training?
+"""Look whether two settings are the same training, by comparing their first optimizer steps on the same samples.
 
 Both steps begin from the same weights, in float32 and without dropout. Of each gradient only its norm and a few random
 projections are kept, which tell how far two gradients are apart.
@@ -27,17 +27,17 @@ GRADIENT_TOLERANCE = 4e-3
 Of tests/trainings.py, the largest was 1e-4 at most where the training is the same, and 0.16 at least where it is not
 (CPU, torch 2.13.0, transformers 5.23.0, 25 November 2026)."""
 LOSS_ROUNDOFFS, GRADIENT_ROUNDOFFS = 4, 32
-"""The same in unit roundoffs of a coarser precision. Losses of tiny models differed by 0.04 of bf16, norms of their
-gradients by 0.4; depth adds to that. Choices."""
+"""The same tolerances in unit roundoffs, for coarser precisions than float32. Losses of tiny models differed by 0.04 of
+bf16, norms of their gradients by 0.4; depth adds to that. Choices."""
 _ROUNDOFF = 2.0**-24
 _LEAST_NORM = 1e-3
-"""Share of the whole gradient's norm below which a parameter's own may be rounding, as that of the bias of attention's
-keys is: its distance is taken relative to this share. A choice."""
+"""A parameter's gradient whose norm is a smaller share of the whole gradient's may be rounding, as for the bias of
+attention's keys: its distance is taken relative to this share. A choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What is kept of a parameter's gradient."""
+    """A parameter's gradient, in a few numbers by which two gradients can be compared."""
 
     norm: float
     sketch: tuple[float, ...]
@@ -46,12 +46,12 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class FirstStep:
-    """What an optimizer's first step was given to do."""
+    """The first optimizer step of a training: its loss, gradients and samples."""
 
     loss: float
     """As the Trainer reports it: the sum over the micro-steps."""
     gradients: dict[str, Gradient | None]
-    """By the name of each parameter that requires one; ``None`` where it got none."""
+    """By the name of each trainable parameter; ``None`` for one that got no gradient."""
     samples: int
     micro_steps: int
     weights: float
@@ -59,12 +59,12 @@ class FirstStep:
     roundoff: float = _ROUNDOFF
     """Unit roundoff of the weights' type: 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
     batch: float | None = None
-    """The sum of all numbers that the model was given, by which two steps are seen to have the same samples; ``None``
-    where that is known otherwise."""
+    """The sum of all numbers in the model's inputs, to see whether two steps had the same samples; ``None`` where that
+    is known without it."""
     divides: bool = False
-    """Whether ``autotune.training`` had the Trainer divide the loss by the accumulation, since nobody would."""
+    """Whether ``autotune.training`` had the Trainer divide the loss by the accumulation, since it would not."""
     has_same_samples: bool = True
-    """Whether the samples were cut from one batch, so that every setting sees the same ones."""
+    """Whether the samples of all micro-steps were cut from one batch, so that every setting sees the same samples."""
 
     @property
     def trained(self) -> int:
@@ -77,14 +77,14 @@ class LookWork:
     """Train one optimizer step with each of some settings from the same weights; the result is a ``LookAnswer``."""
 
     candidates: tuple[Candidate, ...]
-    """With the small batches of the look. The user's own code is run with one of them at a time."""
+    """Settings with the small batches of the look. The user's own code is run with one candidate in a process."""
     devices: RankDevices
     cap_bytes: int
     seed: int
     noise: int = 0
-    """Added to the seed of whatever is random in the step itself; the weights stay the same."""
+    """Added to the seed of randomness within the step, to see its effect; the weights stay the same."""
     as_measured: bool = False
-    """Keep precision and dtype of the weights, where else both are float32."""
+    """Train in the precision and weight dtype of each candidate; otherwise in float32, which rounds least."""
     unmodified: bool = False
     """Keep the settings of the user's own code, but for batch, accumulation and precision."""
     data_folder: str | None = None
@@ -98,7 +98,7 @@ class LookAnswer:
 
     steps: tuple[FirstStep, ...] = ()
     fewer_layers: int | None = None
-    """With how many layers the same may fit, where it ran out of memory."""
+    """Where it ran out of memory: the number of layers with which the same look may fit."""
 
 
 Kind = Literal["untrained", "scale", "loss", "gradient"]
@@ -106,22 +106,25 @@ Kind = Literal["untrained", "scale", "loss", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a step differs from the one that was asked for, beyond rounding."""
+    """How the first step of a setting differs, beyond rounding, from that of the training that was asked for."""
 
     kind: Kind
     words: str
-    """``trains 2 of 14 tensors, not 14``, to be put after what differs."""
+    """The end of a sentence: ``trains 2 of 14 tensors, not 14``."""
     factor: float = 1.0
-    """By which loss and gradients are multiplied, of the kind ``scale``."""
+    """For the kind ``scale``: how many times as large the gradients are."""
 
 
 def difference(asked: FirstStep, other: FirstStep) -> Difference | None:
-    """Return the difference between the first steps of two settings; ``None`` where rounding explains it."""
+    """Return how another setting's first step differs from that asked for; ``None`` where rounding explains it.
+
+    Tried in this order: other parameters get gradients, gradients are a multiple, gradients differ, the loss differs.
+    """
     lost = [name for name, gradient in asked.gradients.items() if gradient and not other.gradients.get(name)]
     added = [name for name, gradient in other.gradients.items() if gradient and not asked.gradients.get(name)]
     if lost or added:
-        every = len(asked.gradients)
-        return Difference("untrained", f"trains {other.trained} of {every} tensors, not {asked.trained}")
+        total = len(asked.gradients)
+        return Difference("untrained", f"trains {other.trained} of {total} tensors, not {asked.trained}")
     roundoff = max(asked.roundoff, other.roundoff)
     is_coarse = roundoff > _ROUNDOFF
     largest_gap = max(GRADIENT_TOLERANCE, GRADIENT_ROUNDOFFS * roundoff)
@@ -136,7 +139,7 @@ def difference(asked: FirstStep, other: FirstStep) -> Difference | None:
         if max(gaps_of_scaled.values(), default=0.0) <= largest_gap:
             return Difference("scale", f"has gradients {factor:.3g} times as large", factor)
     gaps = _gradient_gaps(asked, other, together=is_coarse)
-    # A gap that is no number is far, too.
+    # Written with "not", so that a gap of NaN is far, too.
     far = {name: gap for name, gap in gaps.items() if not gap <= largest_gap}
     if far:
         name = max(far, key=far.__getitem__)
@@ -154,7 +157,7 @@ def _gradient_pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, G
 
 
 def _gradient_factor(asked: FirstStep, other: FirstStep) -> float:
-    """Return the least-squares factor from the asked step's gradients to the other's; 1 without gradients."""
+    """Return the least-squares factor by which the other step's gradients are those asked for; 1 without gradients."""
     products = squares = 0.0
     for _, mine, theirs in _gradient_pairs(asked, other):
         products += sum(a * b for a, b in zip(mine.sketch, theirs.sketch, strict=True))
@@ -185,14 +188,14 @@ def _gradient_gaps(
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the look before an answer found, as it is kept with the study."""
+    """What the look found: whether the winner trains as the training that was asked for. Kept with the study."""
 
     differs: tuple[str, ...] = ()
-    """How the winner's training differs from the one asked for, a sentence for each cause."""
+    """How the winner's training differs from that asked for, a sentence for each cause."""
     cure: str | None = None
-    """What to do about it."""
+    """The advice what to do about ``differs``."""
     ruled_out: tuple[str, ...] = ()
-    """Settings that make another training of this one, each with how; the search went on without them."""
+    """Settings that change the training, each with the difference; the search went on without them."""
     unknown: str | None = None
     """Why nothing was compared; ``None`` where it was."""
 

@@ -22,11 +22,11 @@ FIELDS = {
     "precision": "precision",
     "checkpointing": "gradient_checkpointing",
 }
-"""What of a candidate a loop may use, and the names that a ``LoopConfig`` has for it."""
+"""The settings of a candidate that a loop may use, each with the property of ``LoopConfig`` that returns it."""
 
 
 class LoopConfig:
-    """The settings that a loop is to train with; which of them were read is remembered.
+    """The settings that a loop is to train with. It remembers which were read: others cannot be searched.
 
     ``train(LoopConfig(**json.load(file)))`` trains with what ``autotune export`` wrote.
     """
@@ -98,14 +98,14 @@ def loop_arguments(candidate: Candidate) -> dict[str, Any]:
 
 
 class Listener(Protocol):
-    """An object that measures a loop, and is called at its micro-steps."""
+    """What a trial registers to measure a loop: it is told where each micro-step begins and ends."""
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Give the batches of a loader, marking each as a micro-step."""
+        """Yield the batches of a loader, each as one micro-step."""
         ...
 
     def micro_step(self) -> contextlib.AbstractContextManager[None]:
-        """Mark what is done within as a micro-step."""
+        """Return a context manager whose block is one micro-step."""
         ...
 
 
@@ -113,12 +113,12 @@ _listeners: list[Listener] = []
 
 
 def listen(listener: Listener) -> None:
-    """Register the listener that is called at every micro-step of this process."""
+    """Register the one listener that ``steps`` and ``step`` call in this process."""
     _listeners[:] = [listener]
 
 
 def steps(loader: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches of a loader, one for each forward and backward pass. The loop calls the optimizer."""
+    """Return the batches of a loader, one for each forward and backward pass; your loop steps the optimizer itself."""
     return _listeners[0].batches(loader) if _listeners else iter(loader)
 
 

@@ -16,14 +16,14 @@ ACCEPT_NOISE_VARIABLE = "AUTOTUNE_ACCEPT_NOISE"
 
 
 def accepts_noise() -> bool:
-    """Return whether the user accepts measurements on a busy machine, by an environment variable."""
+    """Return whether the user accepts measurements on a busy machine, by setting ``ACCEPT_NOISE_VARIABLE`` to 1."""
     return os.environ.get(ACCEPT_NOISE_VARIABLE) == "1"
 
 
 LEAST_CORE_WAIT = 0.1
 """A trial that waits for cores for less of its time is no more than noisy. A quiet machine shows 0 to 3 %. A choice."""
-# A step that took so many times the median is slow. It counts, since logging or opening a file recurs in a run. Causes
-# outside the training, clocks and other processes, are detected elsewhere and make the trial a disturbed one.
+# A step that took so many times the median is slow. It belongs to the mean, since logging or opening a file recurs in
+# a run. Causes outside the training, clocks and other processes, are detected elsewhere: the trial is then disturbed.
 _SLOW_TIMES = 1.5
 # Where a step was slow, up to ``_LONGER`` times the usual steps and seconds are measured, until ``_TIMES_SEEN`` slow
 # steps came at equal distances. All are choices, tried on simulated runs (tests/core/test_measured_steps.py).
@@ -40,13 +40,17 @@ class StepEstimate(NamedTuple):
 
 
 def _slow_at(seconds: Sequence[float]) -> list[int]:
-    """Return the indices of steps that are much slower than the median."""
-    least = _SLOW_TIMES * statistics.median(seconds)
-    return [at for at, each in enumerate(seconds) if each >= least]
+    """Return the indices of the steps that are much slower than the median step."""
+    least_seconds = _SLOW_TIMES * statistics.median(seconds)
+    return [index for index, step_seconds in enumerate(seconds) if step_seconds >= least_seconds]
 
 
 def _periods(seconds: Sequence[float]) -> tuple[list[float], int] | None:
-    """Return the steps of whole periods and a period's length; ``None`` where slow steps are few or irregular."""
+    """Return the steps between the first and the last slow step, and the distance of slow steps.
+
+    The last slow step is included, so that these are whole periods. ``None`` where slow steps are few, or come at
+    different distances.
+    """
     slow = _slow_at(seconds)
     gaps = {later - earlier for earlier, later in itertools.pairwise(slow)}
     if len(slow) < _TIMES_SEEN or len(gaps) != 1:
@@ -57,24 +61,25 @@ def _periods(seconds: Sequence[float]) -> tuple[list[float], int] | None:
 def mean_step(seconds: Sequence[float]) -> Estimate:
     """Estimate the mean step time of a process, in seconds, from a few measured steps.
 
-    Where slow steps recur at equal distances, the mean is that of whole periods, and deviations are from the mean of
-    the slow steps or of the others. Slow steps that were not seen to recur widen the interval.
+    Where slow steps recur at equal distances, the mean is that of whole periods. Slow steps then deviate from the mean
+    slow step, and others from the mean of the others. Slow steps that were not seen to recur widen the interval.
     """
     if (found := _periods(seconds)) is None:
         return estimate_mean(seconds)
     steps, period = found
     mean = statistics.fmean(steps)
-    alike: list[float] = []
-    for each in (steps[period - 1 :: period], [step for at, step in enumerate(steps, 1) if at % period]):
+    # Each step moved by the difference between the mean of its kind, slow or not, and the mean of all.
+    centred: list[float] = []
+    for of_kind in (steps[period - 1 :: period], [step for number, step in enumerate(steps, 1) if number % period]):
         # A few steps are nearer to their own mean than to the true one, so their deviations are widened.
-        wider = math.sqrt(len(each) / (len(each) - 1)) if len(each) > 1 else 1.0
-        alike += [mean + wider * (step - statistics.fmean(each)) for step in each]
+        wider = math.sqrt(len(of_kind) / (len(of_kind) - 1)) if len(of_kind) > 1 else 1.0
+        centred += [mean + wider * (step - statistics.fmean(of_kind)) for step in of_kind]
     # So many steps need no prior of how much they differ.
-    return estimate_mean(alike, None)
+    return estimate_mean(centred, None)
 
 
 def most_measured_steps(effort: Effort) -> int:
-    """Return the largest number of steps to time, including the wait until a slow step recurs."""
+    """Return the largest number of steps to time, if a step was slow and measuring waits until it recurs."""
     return effort.max_steps if effort.max_steps < _TIMES_SEEN else _LONGER * effort.max_steps
 
 
@@ -82,10 +87,11 @@ def is_enough(seconds: Sequence[float], effort: Effort, relative_half_width: flo
     """Return whether enough steps were measured.
 
     ``seconds`` are the steps as they were run; ``relative_half_width`` is that of the interval estimated from them.
-    Where a step was slow, measuring goes on until slow steps recur. It does not where ``are_alike`` is false: batches
-    differ, or something outside is seen to delay some steps.
+    Where a step was slow, measuring goes on until slow steps recur, for a while. It does not where ``are_alike`` is
+    false: batches differ, or something outside is seen to delay some steps.
     """
     count = len(seconds)
+    # One step has no interval.
     if count < min(2, effort.max_steps):
         return False
     may_go_on = count < most_measured_steps(effort) and sum(seconds) < _LONGER * effort.max_seconds

@@ -1,6 +1,6 @@
-"""Describe what the controller and a trial server tell each other, in lines of JSON: jobs, progress, answers.
+"""Describe what the controller (the process of a search) and a trial server tell each other: jobs, progress, answers.
 
-The controller sends a job as a line of JSON. The server decodes it once, and the process of the job gets the values.
+Each message is a line of JSON. The trial server has torch loaded, and starts the processes of a job by fork.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Problem:
 # A phase or step that takes longer is shown with its time. A choice.
 _LONG_SECONDS = 10.0
 
-# What a trial does in each of its phases. The phases themselves are keys of JSON documents.
+# What a trial does in each of its phases, in words. The names of the phases are keys of JSON documents.
 _DOING = {
     "start": "starting its process",
     "device": "opening the device",
@@ -53,7 +53,7 @@ class Progress:
     phase: str | None = None
     step: int | None = None
     of: int | None = None
-    """The most steps that it may run; it ends earlier once they say enough."""
+    """The most steps that it may run; it ends earlier once it has measured enough."""
 
     def describe(self, seconds: float = 0.0) -> str:
         """Return in a few words what the job does now. ``seconds`` is the time since it reported this.
@@ -70,7 +70,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class JobLine:
-    """A line that a process of a job writes: its progress under way; at the end its result, or why it has none."""
+    """A line that a process of a job writes: ``progress`` while it works, at the end a ``result`` or a ``problem``."""
 
     progress: Progress | None = None
     result: Any = None
@@ -81,7 +81,7 @@ class JobLine:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A trial server can take jobs."""
+    """The message that a trial server can take jobs."""
 
     ready: int
     """Its process id."""
@@ -89,7 +89,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """An idle trial server serves another search."""
+    """The message that an idle trial server now serves another search."""
 
     adopted: int
     """Its process id."""
@@ -97,24 +97,24 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class ImportFailed:
-    """A trial server cannot import what it needs, and ends."""
+    """The message that a trial server cannot import what it needs, and ends."""
 
     import_error: str
-    """The first of the errors that led to it."""
+    """The innermost error, which caused the others."""
     package: str | None = None
     """The package whose import failed, where that is neither torch nor transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A job has processes."""
+    """The message that the processes of a job have been started."""
 
     started: str
     """The job's id."""
     pids: tuple[int, ...]
     """One for each rank."""
     folder: str
-    """The job's own, which the trial server removes at the end."""
+    """The job's temporary folder, which the trial server removes at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +134,11 @@ class Answer:
     """
 
     result: Any = None
-    """Of a trial its outcome, of other kinds of jobs what they found out; checked by who asked for it."""
+    """Of a trial its outcome, of other jobs what they found out, as JSON. The controller decodes it."""
     problem: Problem | None = None
-    """Why it has no result, where the job or what stopped it says so."""
+    """Why there is no result, where the job itself, or a process that stopped it, says so."""
     malformed: str | None = None
-    """Without a result: the beginning of a line of the process that is no ``JobLine``."""
+    """Without a result: the beginning of a line that the process wrote and that is no ``JobLine``."""
     refused: str | None = None
     """Why no process could be started."""
     exit_code: int | None = None
@@ -151,14 +151,14 @@ class Answer:
     lost: bool = False
     """The trial server died or was given up."""
     overdue: bool = False
-    """The trial server said nothing beyond the time limit of the job."""
+    """The time limit of the job is over, and the trial server has said nothing."""
     last_words: str = ""
-    """Of a process beside the trials that gave no result: the last line of its log."""
+    """For a process beside the trials that gave no result: the last line of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The processes of a job are gone, or it could have none."""
+    """The message that the processes of a job are gone, or could not be started."""
 
     ended: str
     """The job's id."""
@@ -196,7 +196,7 @@ class InspectionWork:
 
     devices: RankDevices
     arms: ArmsToTrace | None = None
-    """Of the user's own code, arms whose memory is traced; ``None`` where nothing is predicted."""
+    """For the user's own code, the arms whose memory is to be predicted; ``None`` where nothing is predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ class Job:
     timeout_seconds: float
     log_path: str
     protection: Protection | None = None
-    """What keeps the user's own code from their files; ``None`` for other jobs."""
+    """What protects the user's files from the user's own code; ``None`` for other jobs."""
 
     @property
     def kind(self) -> str:

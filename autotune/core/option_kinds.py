@@ -1,4 +1,4 @@
-"""Read and check the values of options: one rule for each kind, for command lines, Python arguments and JSON."""
+"""Read and check the values of options, by one ``Kind`` for command lines, Python arguments and JSON alike."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autotune.core.errors import InvalidRequestError, did_you_mean
 from autotune.core.training_source import locate_function
 from autotune.core.units import parse_bytes, parse_number, parse_seconds, parse_share
 
-# No device holds more samples, and every number up to it has its divisors found at once.
+# The largest integer of an option: no device holds more samples, and the divisors of any up to it are found at once.
 _MOST = 2**31 - 1
 
 
 class UnfitError(ValueError):
-    """A value is of a wrong type or range."""
+    """A value is of a wrong type or range: it is not ``wanted`` (``True or False``, say); ``hint`` is what to give."""
 
     def __init__(self, value: Any, wanted: str, hint: str) -> None:
         super().__init__(f"{str(value)[:40]!r} is not {wanted}")
@@ -32,13 +32,15 @@ class Kind:
     """How the values of an option are written, checked and recorded."""
 
     name: str
-    """What stands for a value in help."""
+    """The word for a value in help, such as ``path``."""
     accept: Callable[[Any], Any]
-    """Return a Python value as requests have it; raises ``UnfitError``, ``ValueError`` or ``InvalidRequestError``."""
+    """Check a Python value and return it as a search request has it.
+
+    Raises ``UnfitError``, ``ValueError`` or ``InvalidRequestError``."""
     parse: Callable[[str], Any] = str
-    """Turn text of a command line into a Python value for ``accept``, or leave it as text that is refused there."""
+    """Turn text of a command line into a value for ``accept``; unsuitable text is left for ``accept`` to refuse."""
     json: Any = str
-    """The type of the recorded value."""
+    """The type of the value in JSON, as a search records it."""
     least: int | None = None
     """The least number, or length of a list, that can be recorded."""
     choices: tuple[str, ...] = ()
@@ -58,7 +60,7 @@ class Kind:
 
 
 def refuse(name: str, value: Any, wanted: str, hint: str) -> InvalidRequestError:
-    """Return the error for a value of a wrong type or range. Large values are described by their type."""
+    """Return the error that the argument ``name`` has a value which is not ``wanted``. Long values are not shown."""
     is_short = value is None or isinstance(value, str | Real) or (isinstance(value, list | tuple) and not value)
     shown = f"{name}={value!r}" if is_short else f"{name} of type {type(value).__name__}"
     return InvalidRequestError(f"{shown[:100]} is not {wanted}", hint)
@@ -67,7 +69,7 @@ def refuse(name: str, value: Any, wanted: str, hint: str) -> InvalidRequestError
 def _accepting(
     is_fit: Callable[[Any], bool], wanted: str, hint: str, convert: Callable[[Any], Any] = lambda value: value
 ) -> Callable[[Any], Any]:
-    """Return a function that returns fitting values converted, and raises ``UnfitError`` for others."""
+    """Return a ``Kind.accept`` that converts a value where ``is_fit`` holds for it, and else raises ``UnfitError``."""
 
     def accept(value: Any) -> Any:
         if not is_fit(value):
@@ -87,7 +89,7 @@ def path(hint: str = "give it as text or as a pathlib.Path") -> Kind:
 
 
 def words(known: tuple[str, ...] = ()) -> Kind:
-    """Return the kind for a list of words, or for text with commas; each word must be in ``known`` if given."""
+    """Return the kind for a list of words, or text with commas; only ``known`` words are allowed if any are given."""
 
     def accept(value: Any) -> tuple[str, ...]:
         listed = value.split(",") if isinstance(value, str) else value
@@ -108,7 +110,7 @@ def words(known: tuple[str, ...] = ()) -> Kind:
 
 
 def words_or_auto(known: tuple[str, ...]) -> Kind:
-    """Return the kind for a list of known words, or ``auto``, which means no value."""
+    """Return the kind for a list of known words, or ``auto``, which is accepted as ``None``."""
     listed = words(known)
 
     def accept(value: Any) -> tuple[str, ...] | None:
@@ -144,7 +146,7 @@ def choice(*choices: str) -> Kind:
 
 
 def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0) -> Kind:
-    """Return the kind for a number or text, parsed as on the command line."""
+    """Return the kind for a quantity such as a size; numbers in Python are parsed as text of the command line is."""
 
     def accept(value: Any) -> Any:
         if isinstance(value, Headroom) and parse is parse_headroom:
@@ -157,7 +159,10 @@ def _quantity(name: str, parse: Callable[[str], Any], json: Any, least: int = 0)
 
 
 def _accept_script(value: Any) -> tuple[str, ...]:
-    """Return the script's command line as a tuple of words. Raises an error for anything but a list of words."""
+    """Return the script's command line as a tuple of words.
+
+    Raises ``UnfitError`` for anything but a list, and ``InvalidRequestError`` for a list with other things than words.
+    """
     # Splitting a line of text into words is up to a shell.
     if _is_path(value):
         raise UnfitError(value, "a list of words", f"give script={os.fsdecode(value).split()!r}")
@@ -176,7 +181,7 @@ def _accept_gpus(value: Any) -> str:
     listed = [value] if isinstance(value, str) else value
     if not isinstance(listed, list | tuple) or not listed:
         raise UnfitError(value, "a number of GPUs or a list of them", "give gpus=2, gpus='all' or gpus=[0, 1]")
-    # One entry of a list is a GPU, where a number alone is how many.
+    # A number in a list names one GPU, while a number alone is a count.
     named = [f"cuda:{word}" if isinstance(word, int) else str(word) for word in listed]
     return named[0] if isinstance(value, str) else ",".join(named)
 
@@ -226,8 +231,7 @@ NUMBER = _quantity("number", parse_number, float, 1)
 HEADROOM = _quantity("share|size", parse_headroom, Headroom)
 WORDS = words()
 
-
 LEVERS = choice("auto", "off")
-"""A dict of levers is taken apart before; see ``autotune.core.arguments.check_arguments``."""
+"""For ``levers``, of which ``core.arguments.check_arguments`` has made one argument each where they are a dict."""
 GIVEN_LEVERS = Kind("words", lambda value: (value,) if isinstance(value, str) else tuple(value))
-"""``NAME[=VALUE]``, each."""
+"""For ``--lever``: one or several texts ``NAME[=VALUE]``."""

@@ -60,23 +60,9 @@ BOTH = ("search", "predict")
 ADVISE, PREDICTED, ALL = ("advise",), ("predict", "advise"), ("search", "predict", "advise")
 BUDGET = ("search", "resume")
 STORED = (
-    "search",
-    "predict",
-    "advise",
-    "resume",
-    "verify",
-    "show",
-    "studies",
-    "report",
-    "export",
-    "run",
-    "dashboard",
-    "db",
-    "serve",
-    "token",
-    "doctor",
-    "mcp",
-)
+    "search", "predict", "advise", "resume", "verify", "show", "studies", "report", "export", "run", "dashboard", "db",
+    "serve", "token", "doctor", "mcp",
+)  # fmt: skip
 JSON = (
     "search", "predict", "advise", "resume", "verify", "show", "studies", "devices", "models", "queue", "follow",
     "doctor",
@@ -119,32 +105,31 @@ TRAINED, DATA, DEVICE = "What is trained", "Your data", "On what"
 TRIED, HOW, WHERE = "What is tried", "How it is searched", "Where it goes"
 TRIED_LEVERS = "Levers (--lever NAME=VALUE)"
 
-
 _FROM_TYPE = Kind("that of its values' type", str)
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option, as the annotation of its name in a group says it, and what ``OPTIONS`` fills in.
+    """One option of the commands: in Python the parameter ``name``, on the command line ``flag`` or ``--name``.
 
-    It is the parameter ``name`` in Python, and on the command line ``--name`` with dashes or ``flag``.
+    It is declared in the annotation of its name in a group below. ``OPTIONS`` fills in what follows from there.
     """
 
     help: str
     commands: tuple[str, ...] = SEARCH
     default_text: str | None = None
-    """The default as it is written on the command line, and shown there."""
+    """The default value as the user would write it on the command line; help shows it."""
     kind: Kind = _FROM_TYPE
-    """What its values are; filled in where the type of the values says it."""
+    """How its values are read and checked; filled in from the annotated type where it is not given."""
     section: str = ""
-    """The heading that it stands under in help; filled in with that of its group."""
+    """The heading of the option in help; filled in with that of its group where it is not given."""
     name: str = ""
-    """Filled in."""
+    """Filled in: the name that is annotated."""
     flag: str | None = None
-    """On the command line, where that is not made of the name. ``--no-…`` is a flag that is on by default."""
+    """The flag where it is not made of the name. ``--no-…`` turns off what is on by default."""
     metavar: str | None = None
     help_in: Mapping[str, str] = field(default_factory=dict)
-    """Other help, by command."""
+    """Help that differs from ``help``, by command."""
     envvar: str | None = None
     own_code_decides: bool = False
     """Whether the user's own training code decides it, so that the option is refused beside such code."""
@@ -162,12 +147,12 @@ class Option:
         return self.flag or "--" + self.name.replace("_", "-")
 
     def said(self, value: Any) -> str:
-        """Return the option with a value on the command line: ``--precision bf16`` or ``--lever float8=on``."""
+        """Return the option with a value as on the command line: ``--precision bf16`` or ``--lever float8=on``."""
         return f"{self.parameter}{'=' if self.is_lever else ' '}{value}"
 
     @cached_property
     def default(self) -> Any:
-        """The value where the user gives none."""
+        """The Python value of the option where the user gives none."""
         if self.kind is FLAG:
             return self.own_flag.startswith("--no-")
         if self.kind in (SCRIPT, GIVEN_LEVERS):
@@ -589,10 +574,10 @@ _KINDS: dict[Any, Kind] = {
 
 
 def _kind_of(values: Any) -> Kind:
-    """Return the kind for the type annotation of an option's values."""
-    for each in (values, *get_args(values)):
-        if get_origin(each) is Literal:
-            return choice(*get_args(each))
+    """Return the kind of an option from the annotated type of its values; a ``Literal`` gives the choices."""
+    for kind in (values, *get_args(values)):
+        if get_origin(kind) is Literal:
+            return choice(*get_args(kind))
     return _KINDS[values]
 
 
@@ -636,5 +621,5 @@ def names_of_levers(command: str = "search") -> tuple[str, ...]:
 
 
 def values_of(option: Option) -> str:
-    """Return the values of a lever in words: ``auto, on, off``."""
+    """Return the possible values of a lever in words: ``auto, on, off``."""
     return ", ".join(option.kind.choices or ("auto", "off", "a number"))

@@ -197,7 +197,7 @@ class Measurement:
         return self.samples_per_second * self.step_seconds / step_seconds
 
     def at_speed(self, samples_per_second: float) -> Measurement:
-        """Return the measurement scaled to another speed, with its step times scaled alike."""
+        """Return the measurement at another speed, with its step times changed by the same factor."""
         factor = self.samples_per_second / samples_per_second
         steady = self.steady_step_seconds
         return replace(
@@ -209,7 +209,7 @@ class Measurement:
 
     @property
     def known_spread(self) -> float | None:
-        """``relative_spread``; ``None`` where only one step was timed, which has no spread."""
+        """Half the 95 % interval of the step time, relative to it; ``None`` where only one step was timed."""
         return self.relative_spread if len(self.step_seconds_each) > 1 else None
 
     @property
@@ -220,19 +220,19 @@ class Measurement:
         return statistics.stdev(self.step_seconds_each) / statistics.fmean(self.step_seconds_each)
 
     def judged_bytes(self, arm: Arm) -> int:
-        """Return the peak memory that is compared with the line.
+        """Return the peak memory that is compared with the line (the most that a feasible trial may reserve).
 
         This is peak reserved memory. With expandable segments it is peak allocated memory, since reserved memory may
-        read 17 % too high there. Such a trial runs with the line itself as its cap, so completing proves that it fits.
+        read 17 % too high there. Such a trial may reserve no more than the line, so completing proves that it fits.
         """
         return self.peak_allocated_bytes if arm.expandable_segments else self.peak_reserved_bytes
 
     def excess_bytes(self, arm: Arm, ceiling: Ceiling) -> int:
-        """Return by how many bytes the trial exceeds the limit, see ``Ceiling.excess_bytes``."""
+        """Return by how many bytes the trial exceeds its memory limit; 0 or less where it fits."""
         return ceiling.excess_bytes(self.judged_bytes(arm), self.context_bytes)
 
     def fits(self, arm: Arm, ceiling: Ceiling) -> bool:
-        """Return whether a trial of this arm with these peaks is feasible, see ``Ceiling.excess_bytes``."""
+        """Return whether a trial of this arm with these peaks stayed within its memory limit."""
         return self.excess_bytes(arm, ceiling) <= 0
 
 
@@ -241,7 +241,7 @@ PhaseSeconds = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The earlier trial that an outcome was taken from, in place of running one."""
+    """The earlier trial whose outcome was used in place of running a trial."""
 
     trial_id: str
     study: str
@@ -290,17 +290,9 @@ class OutOfMemory:
 
 
 FailureReason = Literal[
-    "error",
-    "timeout",
-    "killed",
-    "lost",
-    "device_lost",
-    "malformed",
-    "interrupted",
-    "non_finite",
-    "unavailable",
+    "error", "timeout", "killed", "lost", "device_lost", "malformed", "interrupted", "non_finite", "unavailable",
     "other_training",
-]
+]  # fmt: skip
 """``lost``: the trial server died. ``device_lost``: the GPU failed. ``interrupted``: the search itself was ended.
 ``unavailable``: the training cannot have a setting, at any batch. ``other_training``: with the setting it is another
 training (``autotune.tuning.look``)."""
@@ -313,7 +305,7 @@ A timeout is not among them: it would only time out again."""
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The trial ended in any other way, with the evidence of it."""
+    """The trial ended in any other way; the fields tell how."""
 
     reason: FailureReason
     message: str
@@ -383,20 +375,20 @@ def kind_of_kernel(name: str) -> str:
     return next((kind for kind, pattern in _KINDS_OF_KERNELS if re.search(pattern, lower)), "elementwise")
 
 
-_ALIKE = {
+_MERGED_KINDS = {
     "copy": "cast",
     "transpose": "cast",
     "elementwise_cast": "elementwise",
     "gradient_accumulation": "elementwise",
     "gradient_clipping": "fused_update",
 }
-"""Kinds that operations tell apart, and the names of kernels do not."""
+"""Kinds of predicted operations that the names of kernels do not tell apart, each with the kind that includes it."""
 
 
 def merge_kinds(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Add up times of kinds that kernel names cannot tell apart, so that predicted and measured times compare."""
+    """Add up predicted times of kinds that kernel names cannot tell apart, to compare them with measured times."""
     merged: dict[str, float] = {}
     for kind, value in seconds.items():
-        name = _ALIKE.get(kind, kind)
+        name = _MERGED_KINDS.get(kind, kind)
         merged[name] = merged.get(name, 0.0) + value
     return merged

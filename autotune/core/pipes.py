@@ -24,7 +24,7 @@ def wait_until_ready(
 ) -> set[int]:
     """Wait until a file descriptor can be read or written, or until the timeout; return the ready descriptors.
 
-    ``select.select`` refuses file descriptors of 1,024 and more, which processes with many open files reach.
+    For this, ``select.select`` would refuse descriptors of 1,024 and more, as processes with many open files have.
     """
     with selectors.PollSelector() as selector:
         for fd in readable:
@@ -39,12 +39,12 @@ def write_all(fd: int, data: bytes, deadline: float) -> bool:
 
     ``deadline`` is a time of ``time.monotonic``.
     """
-    left = memoryview(data)
-    while left:
+    unwritten = memoryview(data)
+    while unwritten:
         if not wait_until_ready((), [fd], max(0.0, deadline - time.monotonic())):
             return False
         try:
-            left = left[os.write(fd, left) :]
+            unwritten = unwritten[os.write(fd, unwritten) :]
         except BlockingIOError:
             continue
         except OSError:
@@ -53,7 +53,7 @@ def write_all(fd: int, data: bytes, deadline: float) -> bool:
 
 
 class LineReader:
-    """Reads whole lines from a file descriptor, which it makes non-blocking."""
+    """Reads whole lines from a file descriptor, which it makes non-blocking; lines have at most ``limit_bytes``."""
 
     def __init__(self, fd: int, limit_bytes: int | None = None) -> None:
         self.fd = fd
@@ -65,7 +65,10 @@ class LineReader:
         os.set_blocking(fd, False)
 
     def read(self) -> list[bytes]:
-        """Return the complete lines of up to ``_MOST_CHUNKS`` chunks. A line beyond the limit keeps its first bytes."""
+        """Return the lines that are complete by now, without waiting. A line beyond the limit keeps its first bytes.
+
+        At most ``_MOST_CHUNKS`` chunks are read; ``closed`` tells whether more can come.
+        """
         lines: list[bytes] = []
         for _ in range(_MOST_CHUNKS):
             try:
@@ -90,7 +93,7 @@ class LineReader:
             yield from self.read()
 
     def _append(self, piece: bytes) -> None:
-        """Append a piece of a line; beyond the limit, keep only the line's beginning."""
+        """Add a piece to the line that is being read; beyond the limit, keep only the line's beginning."""
         self._size_bytes += len(piece)
         if self._limit_bytes is None or self._size_bytes <= self._limit_bytes:
             self._pieces.append(piece)

@@ -19,9 +19,9 @@ from autotune.core.errors import InvalidRequestError
 
 NAMES = ("batch", "accumulation", "precision", "checkpointing", "effective_batch", "effective_tokens")
 _KEYS: dict[str, tuple[str, ...]] = {"precision": PRECISIONS, "checkpointing": ("on", "off")}
-"""The values that have names of their own in a script, for those placeholders that have such values."""
+"""The values of those placeholders for which a script may have words of its own."""
 _UNSET = {"precision": "fp32", "checkpointing": "off"}
-"""The value that a script has without an option: ``{checkpointing:on=--flag}`` says nothing of the other one."""
+"""The value that a script is taken to have without an option: in ``{checkpointing:on=--flag}`` the one not named."""
 
 _PLACEHOLDER = re.compile(r"\{(" + "|".join(NAMES) + r")(?::([^{}]*))?\}")
 # What a shell leaves of {precision:fp32=a,bf16=b}: precision:fp32=a and bf16=b, each a word.
@@ -37,27 +37,27 @@ class Placeholder:
     """A placeholder in a command line, a variable or a file, as the user wrote it."""
 
     name: str
-    said: str | None
-    """What stands after its colon; ``None`` without one."""
+    detail: str | None
+    """The text after its colon: words for values, or the tokens of a sample; ``None`` without a colon."""
 
     @property
     def words(self) -> dict[str, str]:
-        """The script's own words for the values: ``fp32=float32,bf16=bfloat16`` as a dictionary."""
-        pairs = (pair.partition("=") for pair in (self.said or "").split(",") if pair)
+        """The script's own words by value: of ``fp32=float32,bf16=bfloat16`` a dictionary."""
+        pairs = (pair.partition("=") for pair in (self.detail or "").split(",") if pair)
         return {key.strip(): value for key, _, value in pairs}
 
     @property
     def is_option(self) -> bool:
-        """Whether the placeholder stands for whole options of the script, not for the value of an option."""
+        """Whether the placeholder stands for whole options of the script: its words for values begin with a dash."""
         return any(value.startswith("-") for value in self.words.values())
 
     def allows(self, key: str) -> bool:
-        """Return whether the placeholder can express a value, such as ``bf16`` or ``on``, by a word or left empty."""
+        """Return whether the script can be told a value, such as ``bf16`` or ``on``: by a word, or by no word."""
         may_be_unset = self.name == "checkpointing" or self.is_option
         return not self.words or key in self.words or (may_be_unset and key == _UNSET.get(self.name))
 
     def fill(self, candidate: Candidate, sample_tokens: int | None) -> str:
-        """Return the text that replaces the placeholder."""
+        """Return the text that replaces the placeholder for a candidate. ``sample_tokens``: see ``Template``."""
         batch, accumulation = candidate.per_device_train_batch_size, candidate.gradient_accumulation_steps
         match self.name:
             case "batch":
@@ -67,7 +67,7 @@ class Placeholder:
             case "effective_batch":
                 return str(batch * accumulation)
             case "effective_tokens":
-                tokens = int(self.said) if self.said else sample_tokens
+                tokens = int(self.detail) if self.detail else sample_tokens
                 assert tokens is not None
                 return str(batch * accumulation * tokens)
             case "precision":
@@ -78,11 +78,11 @@ class Placeholder:
 
     def check(self) -> None:
         """Raise ``InvalidRequestError`` where the text after the placeholder's colon is malformed."""
-        if self.said is None:
+        if self.detail is None:
             return
-        written = f"{{{self.name}:{self.said}}}"
+        written = f"{{{self.name}:{self.detail}}}"
         if self.name == "effective_tokens":
-            if not self.said.isdigit() or not int(self.said):
+            if not self.detail.isdigit() or not int(self.detail):
                 raise InvalidRequestError(
                     f"{written} does not say how many tokens a sample has", "write it as {effective_tokens:1024}"
                 )
@@ -91,7 +91,7 @@ class Placeholder:
         if keys is None:
             raise InvalidRequestError(f"{written} is a number and takes no names", f"write it as {{{self.name}}}")
         example = "{precision:fp32=float32,bf16=bfloat16}" if self.name == "precision" else "{checkpointing:on=--flag}"
-        for pair in self.said.split(","):
+        for pair in self.detail.split(","):
             key, equals, _ = pair.partition("=")
             if key.strip() not in keys or not equals:
                 raise InvalidRequestError(
@@ -106,7 +106,7 @@ def placeholders_in(text: str) -> list[Placeholder]:
 
 
 def _takes_next(word: str) -> bool:
-    """Return whether this word is an option without ``=``, so that the next word may be its value."""
+    """Return whether a word is an option without ``=``, so that the next word of the command line may be its value."""
     return word.startswith("-") and "=" not in word
 
 
@@ -137,16 +137,16 @@ class Template:
 
     @property
     def precisions(self) -> tuple[Precision, ...] | None:
-        """The precisions that the template has words for; ``None`` without a limit."""
-        asked = [each for each in self.placeholders if each.name == "precision" and each.words]
-        if not asked:
+        """The precisions that all ``{precision:…}`` placeholders allow; ``None`` where none of them lists any."""
+        limited = [each for each in self.placeholders if each.name == "precision" and each.words]
+        if not limited:
             return None
-        return tuple(name for name in PRECISIONS if all(each.allows(name) for each in asked))
+        return tuple(name for name in PRECISIONS if all(each.allows(name) for each in limited))
 
     @property
     def asks_sample_tokens(self) -> bool:
         """Whether filling needs the number of tokens of a sample, which must be found out."""
-        return any(each.name == "effective_tokens" and not each.said for each in self.placeholders)
+        return any(each.name == "effective_tokens" and not each.detail for each in self.placeholders)
 
     def own_words(self) -> tuple[str, ...] | None:
         """Return the words without any argument that has a placeholder, so that the script uses its own defaults.
@@ -154,29 +154,31 @@ class Template:
         ``None`` where these are unknown: with configuration files, and where a placeholder is a positional argument,
         whose place the next argument would take.
         """
-        left: list[str] = []
+        kept: list[str] = []
         for word in self.words:
             match = _PLACEHOLDER.fullmatch(word)
             if match is not None and not Placeholder(match[1], match[2]).is_option:
-                if not left or not _takes_next(left[-1]):
+                # The value of the option before, which is dropped as well.
+                if not kept or not _takes_next(kept[-1]):
                     return None
-                left.pop()
+                kept.pop()
             elif match is None and not _PLACEHOLDER.search(word):
-                left.append(word)
+                kept.append(word)
             elif match is None and not word.startswith("-") and "=" not in word.partition("{")[0]:
                 return None
-        return None if self.files else tuple(left)
+        return None if self.files else tuple(kept)
 
     def fill(self, candidate: Candidate, folder: str) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Return words and variables filled for a candidate. Configuration files are copied, filled, to ``folder``."""
+        """Return words and variables filled for a candidate, after writing filled configuration files to ``folder``."""
         copies = {}
-        for at, path in enumerate(self.files):
-            copies[path] = os.path.join(folder, str(at), os.path.basename(path))
+        for number, path in enumerate(self.files):
+            # A folder for each, since files may have equal names.
+            copies[path] = os.path.join(folder, str(number), os.path.basename(path))
             os.makedirs(os.path.dirname(copies[path]), exist_ok=True)
             text = "".join(self._fill(line, candidate) if is_read else line for line, is_read in _lines_of(path))
             Path(copies[path]).write_text(text, encoding="utf-8")
-        named = [_exchange(word, self.cwd, copies) for word in self.words]
-        return self.fill_words(named, candidate), self.fill_variables(candidate)
+        words = [_exchange(word, self.cwd, copies) for word in self.words]
+        return self.fill_words(words, candidate), self.fill_variables(candidate)
 
     def fill_variables(self, candidate: Candidate) -> dict[str, str]:
         """Return the variables with the candidate's values in place."""
@@ -185,7 +187,7 @@ class Template:
     def fill_words(self, words: Sequence[str], candidate: Candidate) -> tuple[str, ...]:
         """Return the words of a command line with their placeholders filled.
 
-        Arguments without a value are dropped: an empty word for options, an option with an empty value, ``name=``.
+        An argument whose placeholder is filled with nothing is dropped, with the option before it or its ``name=``.
         """
         filled: list[str] = []
         for word in words:
@@ -224,15 +226,15 @@ def read_template(
 
 
 def _check_is_whole(word: str, words: Sequence[str]) -> None:
-    """Raise ``InvalidRequestError`` where a shell has split a placeholder at its commas."""
+    """Raise ``InvalidRequestError``, with the quoted placeholder, where a shell has split one at its commas."""
     match = _SPLIT.search(word)
     if match is None or "{" in word[: match.start(1)]:
         return
     # Of --dtype={precision:fp32=a,bf16=b} a shell makes --dtype=precision:fp32=a and --dtype=bf16=b.
     before = word[: match.start(1)]
     rest = [other.removeprefix(before) for other in words[words.index(word) + 1 :]]
-    named = [other for other in rest if re.match(rf"({'|'.join(_KEYS[match[1]])})=", other)]
-    whole = f"{before}{{{','.join([word[match.start(1) :], *named])}}}"
+    parts = [other for other in rest if re.match(rf"({'|'.join(_KEYS[match[1]])})=", other)]
+    whole = f"{before}{{{','.join([word[match.start(1) :], *parts])}}}"
     raise InvalidRequestError(
         f"the shell has taken the braces of {word!r} for its own", f"put quotes around it: {shlex.quote(whole)}"
     )
@@ -248,7 +250,7 @@ def _paths_in(word: str, cwd: str) -> Iterable[str]:
 
 
 def _exchange(word: str, cwd: str, copies: dict[str, str]) -> str:
-    """Return a word with the path of the filled copy in place of the file."""
+    """Return a word with the path of the filled copy (``copies``: by file) if it names such a configuration file."""
     for path in _paths_in(word, cwd):
         if path in copies:
             name, equals, value = word.partition("=")
@@ -267,8 +269,8 @@ def _lines_of(path: str) -> list[tuple[str, bool]]:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return []
-    formatted = _lines_with_f_strings(text) if path.endswith(".py") else set()
-    return [(line, number not in formatted) for number, line in enumerate(text.splitlines(keepends=True), start=1)]
+    with_f_strings = _lines_with_f_strings(text) if path.endswith(".py") else set()
+    return [(line, number not in with_f_strings) for number, line in enumerate(text.splitlines(keepends=True), start=1)]
 
 
 def _lines_with_f_strings(text: str) -> set[int]:

@@ -28,7 +28,7 @@ def rank_log(log_path: str, rank: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RankDevices:
-    """The devices of a job's processes, one for each rank, as these processes are told them."""
+    """The devices of a job, one for each rank: the part of a ``Placement`` that is sent to the job's processes."""
 
     kind: DeviceKind
     uuids: tuple[str, ...]
@@ -44,7 +44,7 @@ class RankDevices:
 class Placement:
     """The devices of a trial, one for each rank, in the order of the ranks.
 
-    One GPU is a placement of one rank. On a CPU several ranks share the one device there is.
+    They are equal GPUs, each a different one, or all the CPU. Raises ``DeviceError`` for others.
     """
 
     devices: tuple[Device, ...]
@@ -122,15 +122,15 @@ _START_FIELD = 19
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process of a user on a host."""
+    """A process that holds a lease, with what tells whether it still runs."""
 
     user: str
     host: str
     machine: str
-    """The same for two processes exactly where their process ids can be compared: one boot, one namespace of ids."""
+    """Of ``this_machine``: equal for two processes exactly where their process ids can be compared."""
     pid: int
     started: str
-    """When the process started, as the kernel counts; tells it from a later one of the same id."""
+    """When the process started, as the kernel counts, to tell it from a later process with the same id."""
 
     def describe(self) -> str:
         """Return ``process 71 of ada``, with the host's name where it is another host."""
@@ -144,7 +144,7 @@ class Owner:
         started = _started(self.pid)
         if started is not None:
             return started != self.started
-        # /proc may hide the processes of other users.
+        # /proc may hide the processes of other users. Signal 0 only asks whether there is such a process.
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -161,7 +161,7 @@ def this_owner() -> Owner:
 
 
 def this_machine() -> str:
-    """Return an identifier of this boot of the host and of this PID namespace."""
+    """Return an identifier of this boot of the host and of this namespace of process ids (a container has its own)."""
     boot, namespace = "", ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -171,7 +171,7 @@ def this_machine() -> str:
 
 
 def user_name() -> str:
-    """Return the name of the user that runs this process, or the number where there is no name."""
+    """Return the name of the user that runs this process, or the user's number where the system knows no name."""
     try:
         return getpass.getuser()
     except (OSError, KeyError, ImportError):
@@ -179,7 +179,7 @@ def user_name() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process of this machine started; ``None`` for an unknown process, empty for a zombie."""
+    """Return when a process of this machine started; ``None`` for an unknown process, an empty text for a zombie."""
     try:
         _, _, rest = Path(_STAT.format(pid=pid)).read_text(encoding="utf-8", errors="replace").rpartition(")")
     except OSError:

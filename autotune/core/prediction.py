@@ -1,6 +1,6 @@
-"""Describe a prediction: what is asked about an arm's memory, and the peaks and operations that are predicted.
+"""Describe a prediction for an arm (a configuration without its batch): its question, peaks of memory, and operations.
 
-A process with torch predicts on fake tensors. Its answers are sent and stored as JSON documents.
+A process with torch predicts by a step on fake tensors. Its answers are sent and stored as JSON documents.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autotune.core.device import Chip, Precision
 _HALF = ("float16", "bfloat16")
 
 Size = tuple[int, int]
-"""An amount for each sample of the batch, and a constant amount."""
+"""An amount that is linear in the batch: the amount for each sample, and a constant amount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,38 +23,40 @@ class PredictionWork:
 
     arm: Arm
     chip: Chip
-    """Only what decides how much memory a step takes; see ``Chip.decisive``."""
+    """The GPU, reduced to what decides how much memory a step takes; see ``Chip.decisive``."""
     cap_bytes: int
+    """The most that torch's allocator may reserve."""
     line_bytes: int
+    """The most that a step may reserve to fit: the cap less the headroom."""
     batches: tuple[tuple[int, int], ...]
     """Pairs of per-device batch and accumulation."""
     multiple: int | None
-    """Also find the largest multiple of this that fits without accumulation; ``None`` leaves it out."""
+    """Also find the largest batch that fits without accumulation, among multiples of this; ``None`` leaves it out."""
     step: str | None = None
-    """Of the user's own code, the packed trace of a step; see ``TracedStep``."""
+    """For the user's own code: the trace of a step, packed as text; see ``TracedStep``."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArmsToTrace:
-    """The arms of the user's own code whose steps its inspection traces, as on a chip."""
+    """The arms of the user's own code whose steps an inspection traces, as they would run on a GPU ``chip``."""
 
     precisions: tuple[Precision, ...]
     checkpointing: tuple[bool, ...]
     optims: tuple[str, ...]
     """Empty for the optimizer of the code itself."""
     chip: Chip | None = None
-    """``None`` until it is known."""
+    """``None`` until the GPU has been read."""
     within_seconds: float = 120.0
-    """How long the whole inspection may take with it."""
+    """How long the whole inspection may take, traces included."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A traced step of the user's own code in one arm, at any batch."""
+    """The trace of a step of the user's own code in one arm, from which its memory at any batch follows."""
 
     arm: Arm
     step: str
-    """See ``autotune.worker.fake.memory``."""
+    """The trace, packed as text by ``autotune.worker.fake.memory``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class MemoryPrediction:
     runs_out: bool
     """Whether the cap is exceeded even after cached segments are freed."""
     fits: bool
-    """Whether it neither runs out nor exceeds the line, with what DDP may take besides; see ``spare_bytes``."""
+    """Whether the peak is within cap and line, with the memory that DDP may take besides; see ``spare_bytes``."""
     anatomy: dict[str, int]
     """Bytes of the peak by kind: weights, gradients, optimizer, activations, inputs, workspaces.
 
@@ -81,7 +83,7 @@ class MemoryPrediction:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Equal operations of a step, counted together."""
+    """Operations of a step that are equal in all these fields, counted together."""
 
     part: str
     """``forward``, ``backward``, ``recomputation`` or ``update``."""
@@ -103,7 +105,7 @@ class Operations:
     gradient_tensors: int
     gradient_bytes: int
     unknown: dict[str, int] = field(default_factory=dict)
-    """How often each operation runs whose class is not known, by name. Only its memory traffic is in ``rows``."""
+    """By name, how often operations of an unknown class run. Of these, ``rows`` count only the memory traffic."""
 
     def product_flops(self, batch: int) -> float:
         """Return the floating-point operations of matrix products, attention and convolutions in one micro-step.
@@ -119,7 +121,7 @@ class Operations:
         return half > self.product_flops(batch) / 2
 
     def _products(self, batch: int) -> Iterator[tuple[str, float]]:
-        """Yield dtype and floating-point operations of the products in forward and backward pass."""
+        """Yield dtype and floating-point operations of each row of the forward and the backward pass."""
         kept = (row for row in self.rows if row.part in ("forward", "backward"))
         return ((row.dtype, float(row.count * amount_at(row.flops, batch))) for row in kept)
 
@@ -134,7 +136,7 @@ def spare_bytes(arm: Arm, operations: Operations | None) -> int:
 
 
 def amount_at(size: Size, batch: int) -> int:
-    """Return a linear amount, slope and constant, at a batch size."""
+    """Return an amount that is linear in the batch, at this batch size."""
     return size[0] * batch + size[1]
 
 
@@ -143,7 +145,7 @@ class PredictionAnswer:
     """What was predicted."""
 
     batches: tuple[MemoryPrediction, ...]
-    """In ascending order: those asked for, and where asked for, the largest that fits and the one after it."""
+    """By ascending batch: those asked for and, with ``multiple``, the largest that fits and the next larger one."""
     largest_batch: int | None
     """0 where none fits; ``None`` where it was not asked for."""
     operations: Operations | None = None

@@ -1,4 +1,4 @@
-"""Describe the trainings after a search, as their processes need them: to verify its result, or for real.
+"""Describe trainings after a search, for their processes: the stock run that verifies its result, and the real one.
 
 Both are sent as JSON documents.
 """
@@ -18,7 +18,7 @@ RunState = Literal["completed", "out_of_memory", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class StockWork:
-    """Train a workload with a stock ``Trainer`` and exported arguments."""
+    """Train a workload with an unchanged transformers ``Trainer`` and exported arguments, to verify a result."""
 
     workload: Workload
     devices: RankDevices
@@ -45,18 +45,18 @@ class StockWork:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some consecutive steps that were timed together."""
+    """Consecutive steps of a stock run that were timed together."""
 
     steps: int
     samples: int
     seconds: float
     new_shapes: int
-    """Batches with shapes that none before had."""
+    """Batches whose shape no earlier batch had."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeakBytes:
-    """The most memory that was allocated and reserved up to some point."""
+    """The most memory that torch's allocator had allocated and reserved up to a point of the run."""
 
     allocated: int
     reserved: int
@@ -88,7 +88,7 @@ class StockResult:
 
 
 VARIABLE = "AUTOTUNE_TRAINS"
-"""Set for the processes of such a training, to the document of ``RealTraining``."""
+"""Environment variable of the processes of a real training, with the JSON document of its ``RealTraining``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Promise:
     utilization: float | None = None
     """Share of the GPU's rated arithmetic at that speed; ``None`` where it is not known."""
     runs_file: str | None = None
-    """Gets a line for each run, see ``WatchedRun``."""
+    """The file to which each watched run adds a line, a ``WatchedRun``; ``None`` for no file."""
     warm_steps: int = 10
     """Optimizer steps at the start of a run that are not compared with the promise."""
 
@@ -128,16 +128,16 @@ class Recovery:
     """How a training that runs out of memory is started again."""
 
     file: str
-    """Gets a word where memory ran out."""
+    """The file that the training writes where it runs out of memory."""
     since: float
     """When the first attempt began, in seconds of the epoch: older checkpoints are of other trainings."""
     attempt: int = 0
-    """From 1 on, the training goes on from its last checkpoint."""
+    """Number of restarts so far. After a restart, the training goes on from its last checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RealTraining:
-    """What to train, and with which settings."""
+    """A training of the user's own code with a candidate's settings, as ``autotune run`` starts it."""
 
     study: str
     source: TrainingSource
@@ -151,16 +151,16 @@ class RealTraining:
     folder: str | None = None
     """A temporary folder that is removed at the end."""
     cpu_core: int | None = None
-    """The core that it is pinned to, but for the processes that load its data."""
+    """The CPU core that it is pinned to; the processes that load its data are not. ``None``: not pinned."""
     promise: Promise | None = None
-    """What a run is watched for; ``None`` where it is not watched."""
+    """What the run's speed is compared with; ``None`` where it is not watched."""
     recovery: Recovery | None = None
-    """``None`` where running out of memory ends it."""
+    """``None`` where running out of memory ends the training."""
     loader_batches: dict[str, int] = field(default_factory=dict)
-    """The batches of a loop's validation, by where its ``DataLoader`` is made: where its own do not fit."""
+    """Batch sizes that fit, for validation loaders whose own do not, by the line that makes the ``DataLoader``."""
 
     def with_smaller_batch(self) -> RealTraining | None:
-        """Return the training with the next smaller batch, at most half, at the same effective batch, or ``None``."""
+        """Return the training with at most half the batch at the same effective batch; ``None`` for a batch of 1."""
         batch, accumulation = self.candidate.per_device_train_batch_size, self.candidate.gradient_accumulation_steps
         samples = batch * accumulation
         smaller = next((size for size in range(batch // 2, 0, -1) if samples % size == 0), None)

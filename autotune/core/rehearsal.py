@@ -1,7 +1,7 @@
-"""Describe what a long run does beyond the steps that trials measure, as it was run once with the winner.
+"""Describe a rehearsal: what a long run does beyond the steps that trials measure, done once with the winner.
 
-That is its evaluation, its longest batch, a checkpoint, and memory of the host in all of its processes. A part that
-takes long is run at several sizes, from which the whole is extrapolated.
+That is an evaluation, a step on the longest samples, a checkpoint, and memory of the host in all processes. A part
+that takes long is run at several sizes, from which the whole is extrapolated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from run to run. A choice."""
 
 @dataclass(frozen=True, slots=True)
 class RehearsalWork:
-    """Run what a long run does beyond its first steps; the result is a ``Rehearsal``."""
+    """The work of a rehearsal, whose result is a ``Rehearsal``."""
 
     candidate: Candidate
     devices: RankDevices
@@ -66,21 +66,24 @@ class Whole:
 
 
 def extrapolated(small: Part, large: Part, batches: int, flushed_after: int | None) -> Whole:
-    """Extrapolate the memory of a whole evaluation with ``batches`` from two measured parts.
+    """Extrapolate memory and time of a whole evaluation of ``batches`` from two measured parts.
 
     ``flushed_after``: number of batches after which outputs move from the device to the host.
     """
-    more = large.batches - small.batches
+    added_batches = large.batches - small.batches
 
-    def peak_after(end: int, low: int, high: int) -> int:
-        """Return the peak after ``end`` batches on the line through both parts, at least the larger of their peaks."""
-        slope = (high - low) / more if more > 0 and high - low > NOISE_BYTES else 0.0
-        return max(low, high, round(high + slope * (end - large.batches)))
+    def peak_after(count: int, low: int, high: int) -> int:
+        """Return the peak after ``count`` batches, on the line through the peaks of the small and the large part."""
+        slope = (high - low) / added_batches if added_batches > 0 and high - low > NOISE_BYTES else 0.0
+        return max(low, high, round(high + slope * (count - large.batches)))
 
-    held = min(batches, flushed_after or batches)
-    device = peak_after(held, small.device_bytes, large.device_bytes)
+    held_on_device = min(batches, flushed_after or batches)
+    device = peak_after(held_on_device, small.device_bytes, large.device_bytes)
     host = peak_after(batches, small.host_bytes, large.host_bytes)
-    batch_seconds = (large.seconds - small.seconds) / more if more > 0 else large.seconds / large.batches
+    # The difference of both parts leaves out what only the first batches take, such as compiling.
+    batch_seconds = (
+        (large.seconds - small.seconds) / added_batches if added_batches > 0 else large.seconds / large.batches
+    )
     seconds = large.seconds + max(0.0, batch_seconds) * (batches - large.batches)
     kept = max(device - large.device_bytes, host - large.host_bytes, 0)
     return Whole(device, host, seconds, kept)
@@ -91,29 +94,30 @@ class Evaluation:
     """Memory and time of the training's evaluation, and settings with which it fits."""
 
     batch: int
-    """Its ``per_device_eval_batch_size``, as it was asked for."""
+    """The training's own ``per_device_eval_batch_size``."""
     samples: int | None
     """Of the largest evaluation set; ``None`` where it has no length."""
     batches_run: int
     whole: Whole | None
-    """As it was asked for; ``None`` where its first batch is out of memory."""
+    """With this batch, over all samples; ``None`` where the first batch is out of memory."""
     fits: bool
     settings: dict[str, int] = field(default_factory=dict)
     """Settings with which it fits, by field of ``TrainingArguments``; empty where it fits, or where nothing helps."""
     with_settings: Whole | None = None
+    """The evaluation with ``settings``, over all samples."""
     left_bytes: int = 0
     """Device memory that an evaluation leaves behind, as by a copy of the weights: later steps need that much more."""
     of_loop: bool = False
-    """Whether it is that of a loop of the user's own, whose settings are the arguments of its ``DataLoader``."""
+    """Whether a loop of the user's own evaluates: ``settings`` are then arguments of its ``DataLoader``."""
     of_training_data: bool = False
     """Whether some samples of the training were evaluated, since no evaluation set is known."""
     loader_key: str | None = None
-    """The line that makes this ``DataLoader``, and its number there; ``None`` where its batch cannot be changed."""
+    """The line that makes a loop's ``DataLoader``, and its number there; ``None`` where its batch cannot be changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LongestBatch:
-    """The batch of the longest samples of the training data."""
+    """A training step on a batch of the longest samples of the training data."""
 
     samples: int
     tokens: int
@@ -129,53 +133,57 @@ class LongestBatch:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A checkpoint that was written, or what it would need."""
+    """What writing a checkpoint takes."""
 
     device_bytes: int | None
     """Peak while it was written; ``None`` where it is out of memory."""
     host_bytes: int | None
-    """Of all ranks; with FSDP the first gathers all weights, then the whole state of the optimizer."""
+    """Of all ranks; with FSDP, rank 0 gathers all weights, then the whole state of the optimizer."""
     seconds: float
     fits: bool
     ranks: int = 1
     host_limit_bytes: int | None = None
     is_computed: bool = False
-    """Whether it was too large to be written, and follows from the sizes of what is gathered."""
+    """Whether it was too large to be written here, and its needs were computed from the sizes of what is gathered."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostUse:
-    """Memory of the host that the training's processes hold together, those that load data included."""
+    """Memory of the host that all processes of the training hold together, data loader workers included."""
 
     most_bytes: int
     growth_bytes: int | None
-    """By how much it grew in each step to the end; ``None`` where it did not."""
+    """By how much it still grew in each of the last steps; ``None`` where it did not."""
     processes: int
     limit_bytes: int
     steps: int | None
     """Of an epoch; ``None`` where that is not known."""
     copied_bytes: int
-    """What the processes that load data would hold at most besides, if each copied all that the training held as they
-    were started."""
+    """The most by which it can grow as data loader workers copy the pages that they share with the training's process:
+    all that this held when they were forked."""
 
     @property
     def steps_left(self) -> int | None:
-        """The number of steps until the host's limit; ``None`` where an epoch, or a copy of everything, fits."""
+        """The number of steps until the host's limit; ``None`` where memory does not grow that far.
+
+        It grows until the epoch ends, or until everything is copied.
+        """
         if not self.growth_bytes or self.steps is None:
             return None
-        room = max(0, self.limit_bytes - self.most_bytes)
-        return room // self.growth_bytes if room < min(self.copied_bytes, self.growth_bytes * self.steps) else None
+        free_bytes = max(0, self.limit_bytes - self.most_bytes)
+        largest_growth_bytes = min(self.copied_bytes, self.growth_bytes * self.steps)
+        return free_bytes // self.growth_bytes if free_bytes < largest_growth_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
 class LastStep:
-    """The last accumulation of an epoch, which has fewer micro-batches than others and is trained wrongly."""
+    """An epoch's last accumulation, where it has fewer micro-batches than others and is trained wrongly."""
 
     batches: int
     """Micro-batches of an epoch."""
     accumulation: int
     is_made: bool
-    """Whether the optimizer steps after them. Then each has the weight that it has in a whole step."""
+    """Whether the optimizer steps after these micro-batches. Each then counts as little as in a whole step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,21 +196,21 @@ class Rehearsal:
     host: HostUse | None = None
     last_step: LastStep | None = None
     growth_bytes: int | None = None
-    """By how much the device's memory grew in each step to the end; ``None`` where it did not."""
+    """By how much the device's memory still grew in each of the last steps; ``None`` where it did not."""
     peak_bytes: int | None = None
-    """The device's peak in the steps before these parts."""
+    """The device's peak in ordinary steps, before the other parts."""
     line_bytes: int | None = None
     unknown: tuple[str, ...] = ()
     """The parts that could not be looked at, each with the reason."""
     problem: str | None = None
-    """Why nothing could be looked at; ``None`` where it was."""
+    """Why nothing could be looked at; ``None`` where the rehearsal took place."""
     seconds: float = 0.0
     failed_rank: int | None = None
     """The rank whose error, or lack of memory, has ended all of several ranks; ``None`` without one."""
 
     @property
     def loader_batches(self) -> dict[str, int]:
-        """Batch size to set in a validation's ``DataLoader``, by the place that makes it; empty where all fits."""
+        """The batch size that fits, by the ``loader_key`` of a validation's ``DataLoader``; empty where all fits."""
         found = self.evaluation
         if self.problem is not None or found is None or found.loader_key is None:
             return {}
@@ -216,7 +224,7 @@ class Rehearsal:
 
     @property
     def needs_less(self) -> str | None:
-        """What runs out of memory with this batch but may fit with a smaller one; ``None`` where all fits."""
+        """What runs out of memory with this batch but may fit with a smaller one, in words; ``None`` where all fits."""
         return None if self.problem is not None else next(self._of_batch(), None)
 
     @property
@@ -225,7 +233,7 @@ class Rehearsal:
         return [] if self.problem is not None else list(self._alarms())
 
     def _alarms(self) -> Iterator[str]:
-        """Yield the problems of evaluation, checkpoints, growing memory and the host."""
+        """Yield ``alarms``: of evaluation, longest batch, checkpoint, growing memory and the host."""
         line = format_bytes(self.line_bytes or 0)
         if (found := self.evaluation) is not None and not found.fits:
             yield _evaluation_alarm(found, line)
@@ -245,7 +253,7 @@ class Rehearsal:
             yield from _host_alarm(host)
 
     def _of_batch(self) -> Iterator[str]:
-        """Yield the parts of training that run out of memory with this batch."""
+        """Yield, in words, the parts that run out of memory with this batch, and may fit with a smaller one."""
         line, found = format_bytes(self.line_bytes or 0), self.evaluation
         if self.left_peak_bytes is not None and found is not None and self.left_peak_bytes > (self.line_bytes or 0):
             yield (
@@ -296,7 +304,7 @@ def _saving_bytes(saved: Saving) -> str:
 
 
 def _saving_alarm(saved: Saving, line: str) -> str:
-    """Return the warning that writing a checkpoint does not fit."""
+    """Return the warning that writing a checkpoint needs too much memory: of the host, or of the device (``line``)."""
     needs = "is out of memory" if saved.device_bytes is None else f"needs {format_bytes(saved.device_bytes)}"
     host, limit = saved.host_bytes, saved.host_limit_bytes
     if saved.device_bytes is not None and host is not None and limit is not None and host > limit:
@@ -306,7 +314,7 @@ def _saving_alarm(saved: Saving, line: str) -> str:
 
 
 def _evaluation_alarm(found: Evaluation, line: str) -> str:
-    """Return the warning that an evaluation does not fit, with a setting that does where one is known."""
+    """Return the warning that an evaluation does not fit below ``line``, with settings that do where they are known."""
     whole = found.whole
     if whole is None:
         needs = f"batches of {found.batch} are out of memory"

@@ -21,17 +21,17 @@ _VERSION_FIELD = "schema_version"
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON-ready data."""
+    """Return a value, such as a dataclass, as JSON-ready dictionaries, lists and scalars."""
     import msgspec
 
     return msgspec.to_builtins(value)
 
 
 def decode(document: Any, kind: type[T]) -> T:
-    """Decode a JSON document to a type. Raises ``ValueError`` where it does not fit.
+    """Decode a JSON document to a value of the type ``kind``. Raises ``ValueError`` where it does not fit.
 
-    A field that the dataclass lacks is an error, since it may change what the document means. Keys of a dictionary that
-    are numbers may be texts, as in JSON.
+    A field that the dataclass lacks is an error, since it may change what the document means. A dictionary's keys may
+    be numbers written as text, since JSON has no others.
     """
     import msgspec
 
@@ -47,7 +47,7 @@ def decode(document: Any, kind: type[T]) -> T:
 
 
 def digest(document: Any, digits: int = 16) -> str:
-    """Return a hash of JSON-ready data, in so many hexadecimal digits."""
+    """Return a hash of JSON-ready data with this number of hexadecimal digits."""
     text = json.dumps(document, sort_keys=True, default=str)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]
 
@@ -72,7 +72,7 @@ def without_version(document: Any) -> dict[str, Any]:
 
 
 def make_record(name: str, fields: Sequence[tuple[Any, ...]]) -> type[Any]:
-    """Return a type for documents with fields of these names, types and (if any) defaults, and no others."""
+    """Make a type for documents with exactly these fields: tuples of a name, a type and (if any) a default."""
     import msgspec
 
     return msgspec.defstruct(name, fields, forbid_unknown_fields=True)
@@ -85,7 +85,7 @@ def record_fields(kind: type[Any]) -> list[tuple[str, Any]]:
 
 
 def at_least(kind: Any, least: float | None) -> Any:
-    """Return the annotated type of numbers, or of lists by their length, with a minimum."""
+    """Return the type annotated with a minimum: of a number its value, of a list its length. ``None``: no minimum."""
     import msgspec
 
     if least is None:
@@ -94,12 +94,12 @@ def at_least(kind: Any, least: float | None) -> Any:
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """Return the fields of a record of a type from ``make_record``."""
+    """Return the fields of a record, whose type is from ``make_record``, by name."""
     return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 def json_schemas(kinds: Iterable[Any], ref_template: str) -> tuple[Sequence[dict[str, Any]], dict[str, Any]]:
-    """Return the JSON schemas of several types, and of the types that they refer to by name."""
+    """Return the JSON schemas of several types, and by name those within; ``ref_template`` refers to these."""
     import msgspec
 
     return msgspec.json.schema_components(kinds, ref_template=ref_template)

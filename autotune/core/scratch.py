@@ -1,4 +1,4 @@
-"""Make files and folders for processes: a temporary folder for each job, private files, shared compiled kernels."""
+"""Make temporary folders for jobs, files that only their user can read, and the folder of compiled kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def private_opener(path: str, flags: int) -> int:
 
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-"""Read by torch.compile's default compiler; Triton's kernels are in a folder within (torch/_inductor/runtime)."""
+"""Environment variable with the folder of kernels for torch.compile (torch/_inductor/runtime), Triton's included."""
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Make torch keep compiled kernels in the shared folder, unless the environment names another folder.
+    """Make torch keep compiled kernels in the user's cache folder, unless the environment names another folder.
 
     Its entries are keyed by the versions of torch and Triton, by the GPU and by the code, so that one folder serves
     all. A model that took 64 to 79 s to compile took 9 s with it (Qwen2.5-0.5B, H200, torch 2.11.0).
@@ -46,7 +46,7 @@ _SHORT_FOLDER = "/tmp"
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A folder with two subfolders: the job's ``output_dir``, and its ``TMPDIR``."""
+    """The temporary folder of a job, with subfolders for ``output_dir`` and ``TMPDIR``, and files for messages."""
 
     path: str
 
@@ -67,12 +67,12 @@ class Scratch:
 
     @property
     def layers(self) -> str:
-        """The folder for what the user's own code writes to protected files."""
+        """The folder for what the user's own code writes over the user's files, in a layer of overlayfs."""
         return os.path.join(self.path, "layers")
 
     @property
     def kept_file(self) -> str:
-        """Where an inspection names the folder of the layers that trials are to have below theirs."""
+        """The file in which an inspection names its folder of layers, which trials are to see beneath their own."""
         return os.path.join(self.path, "kept")
 
     @property
@@ -83,7 +83,7 @@ class Scratch:
     def enter(self) -> None:
         """Make this process and those that it starts create their temporary files here."""
         os.environ["TMPDIR"] = self.temporary
-        # Python caches the folder that it found first, here in the process that this one was forked from.
+        # Python caches the folder that it found first: a forked process would use that of its parent.
         tempfile.tempdir = None
 
     def remove(self) -> None:
@@ -124,13 +124,13 @@ def make_scratch(prefix: str) -> Scratch:
 
 
 def _make(prefix: str, folder: str | None = None) -> Scratch:
-    """Make a folder with its subfolders in ``folder``; ``None`` means the temporary folder."""
+    """Make a scratch folder with its subfolders in ``folder``; ``None`` means the temporary folder."""
     try:
         path = tempfile.mkdtemp(prefix=prefix, dir=folder)
     except OSError:
         if folder is not None:
             raise
-        # The cached folder may have been removed since: look for another one.
+        # The folder that Python has cached may have been removed: have it look for another one.
         tempfile.tempdir = None
         path = tempfile.mkdtemp(prefix=prefix)
     scratch = Scratch(path)

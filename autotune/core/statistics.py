@@ -28,10 +28,10 @@ class Variance:
     deviation: float
     """Its square root, in the unit of the values; relative where the values are logarithms."""
     degrees: float
-    """Degrees of freedom: how many deviations from a mean it is worth."""
+    """Degrees of freedom: the number of measured deviations from a mean that it is worth."""
 
     def updated(self, sum_of_squares: float, degrees: float) -> Variance:
-        """Return the variance with ``degrees`` more deviations, whose squares add up to ``sum_of_squares``."""
+        """Return this variance combined with ``degrees`` new deviations, whose squares add up to ``sum_of_squares``."""
         total = self.degrees + degrees
         if total <= 0:
             return self
@@ -57,13 +57,13 @@ class Estimate:
     """Degrees of freedom of the error."""
 
     def half_width(self, confidence: float = CONFIDENCE) -> float:
-        """Return half the interval's width; infinite where no variance is known."""
+        """Return half the width of the mean's confidence interval; infinite where no variance is known."""
         if self.degrees <= 0 or not math.isfinite(self.error):
             return math.inf
         return quantile(self.degrees, confidence) * self.error
 
     def relative_half_width(self, confidence: float = CONFIDENCE) -> float:
-        """Return half the interval's width over the mean."""
+        """Return half the width of the mean's confidence interval, as a share of the mean; infinite for a mean of 0."""
         return self.half_width(confidence) / abs(self.mean) if self.mean else math.inf
 
 
@@ -74,10 +74,10 @@ def squares_about_mean(values: Sequence[float]) -> tuple[float, float]:
 
 
 def estimate_mean(values: Sequence[float], relative_prior: Variance | None = STEP_VARIANCE) -> Estimate:
-    """Estimate the mean of a process from some of its values, such as the seconds of a few steps.
+    """Estimate the mean of a series from some of its values, such as the seconds of a few steps.
 
-    ``relative_prior`` is relative to the mean; ``None`` uses the values alone. Neighbouring values may be correlated: a
-    positive correlation that the values show widens the interval.
+    ``relative_prior`` is the usual variance of such values, relative to the mean; ``None`` uses the values alone. A
+    positive correlation between neighbouring values widens the interval.
     """
     mean, squares = squares_about_mean(values)
     count = len(values)
@@ -87,8 +87,8 @@ def estimate_mean(values: Sequence[float], relative_prior: Variance | None = STE
     variance = prior.updated(squares, count - 1)
     if variance.degrees <= 0:
         return Estimate(mean, math.inf, 0.0)
-    effective = count / _inflation(values, mean, squares)
-    return Estimate(mean, variance.deviation / math.sqrt(effective), variance.degrees)
+    independent_count = count / _inflation(values, mean, squares)
+    return Estimate(mean, variance.deviation / math.sqrt(independent_count), variance.degrees)
 
 
 # Fewer values than this say too little of their correlation.
@@ -98,21 +98,24 @@ _MOST_CORRELATION = 0.8
 
 
 def _inflation(values: Sequence[float], mean: float, squares: float) -> float:
-    """Return how many times larger the variance of the mean is than if the values were independent."""
+    """Return how many times larger correlation makes the variance of the mean, from the values' autocorrelation.
+
+    ``squares`` is the sum of the squares of the deviations from ``mean``.
+    """
     if len(values) < _FEWEST_FOR_CORRELATION or squares <= 0:
         return 1.0
     pairs = itertools.pairwise(values)
-    # Of n independent values it is -1 / n on average (Kendall, Biometrika 41, 1954).
+    # Of n independent values this is -1 / n on average (Kendall, Biometrika 41, 1954), which is added back below.
     raw = math.fsum((a - mean) * (b - mean) for a, b in pairs) / squares
     correlation = min(_MOST_CORRELATION, raw + 1 / len(values))
     return (1 + correlation) / (1 - correlation) if correlation > 0 else 1.0
 
 
 def next_value(values: Sequence[float], variance: Variance, own_error: float = 0.0) -> Estimate:
-    """Predict one more value of a population, such as the next process's mean, from the known values.
+    """Predict one more value of a population from known values: the speed of the next run from those of some runs.
 
-    ``variance`` is that between values, with these values already in it. ``own_error`` is the standard error of the
-    mean of ``values`` for reasons of their own (each was measured over a few steps only).
+    ``variance`` is the variance between values, with these values already in it. ``own_error`` is the standard error
+    that the mean of ``values`` has because each value was itself measured over a few steps only.
     """
     mean = math.fsum(values) / len(values)
     error = math.hypot(variance.deviation * math.sqrt(1 + 1 / len(values)), own_error)
@@ -130,9 +133,9 @@ def difference(first: Estimate, second: Estimate) -> Estimate:
 
 
 def expected_excess(estimate: Estimate, threshold: float = 0.0) -> float:
-    """Return the expected value of ``max(0, true mean - threshold)``.
+    """Return the expected value of ``max(0, true mean - threshold)``, where the mean's error is normal.
 
-    The expected improvement of Bayesian optimization, for a normal error.
+    This is the expected improvement of Bayesian optimization.
     """
     beyond = estimate.mean - threshold
     if estimate.error == 0 or not math.isfinite(estimate.error):
@@ -152,7 +155,7 @@ def upper_tail(t: float, degrees: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def quantile(degrees: float, confidence: float = CONFIDENCE) -> float:
-    """Return the two-sided quantile of Student's t at a confidence.
+    """Return the t between whose negative and itself Student's t lies with a probability of ``confidence``.
 
     ``quantile(2)`` is 4.30, ``quantile(math.inf)`` 1.96.
     """

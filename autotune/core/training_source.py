@@ -1,4 +1,4 @@
-"""Find the user's own training, a function or a script, without running it; mask secrets of its command line."""
+"""Find the user's own training code, a function or a script, without running it; mask secrets of its command line."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ _TELLS_NOTHING = frozenset({"", "true", "false", "yes", "no", "none", "null", "0
 def mask_secrets(words: Sequence[str]) -> tuple[str, ...]:
     """Return a script's command line with ``***`` in place of every value that looks like a secret."""
     masked: list[str] = []
-    is_secret = False
+    may_be_secret = False
     for word in words:
         name, equals, value = word.partition("=")
-        if is_secret and not word.startswith("--"):
+        if may_be_secret and not word.startswith("--"):
             masked.append(_mask(word))
         elif equals and _names_a_secret(name):
             masked.append(f"{name}={_mask(value)}")
         else:
             masked.append(_HUB_TOKEN.sub(MASK, word))
         # The value of --hub_token X is the next word.
-        is_secret = not equals and word.startswith("-") and _names_a_secret(word)
+        may_be_secret = not equals and word.startswith("-") and _names_a_secret(word)
     return tuple(masked)
 
 
 def masked_options(words: Sequence[str]) -> list[str]:
-    """Return the options with masked values in a command line that ``mask_secrets`` returned."""
+    """Return the names of the options whose values ``mask_secrets`` has masked in a command line."""
     pairs = itertools.pairwise(("", *words))
     return [before if word == MASK else word.partition("=")[0] for before, word in pairs if MASK in word]
 
 
 def _mask(value: str) -> str:
-    """Return the mask, or the value itself where it reveals nothing, such as ``true``."""
+    """Return ``***`` for an option's value, or the value itself where it cannot be a secret, such as ``true``."""
     return value if value.lower() in _TELLS_NOTHING else MASK
 
 
@@ -74,35 +74,35 @@ def _names_a_secret(option: str) -> bool:
 
 
 WITHIN_VARIABLE = "AUTOTUNE_RUNS"
-"""Set in the processes that run the user's own code, to ``TrainingSource.name``."""
+"""Environment variable of the processes that run the user's own code, with ``TrainingSource.name``."""
 STOP_VARIABLE = "AUTOTUNE_STOP"
-"""Set there, too, to ``PID:FILE`` of the job. A process that it started writes into the file why it ended the job."""
+"""Another of these processes, with ``PID:FILE`` of the job: a process that ends the job writes why into the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSource:
-    """The user's own code, as a trial process needs it to run."""
+    """The user's own training code: what a trial process needs to know to run it."""
 
     kind: Literal["build", "script", "loop"]
     file: str
     """The absolute path of the file whose code is run."""
     digest: str
-    """Of the file's content: another content is another training."""
+    """Hash of the file's content: code that was changed is another training."""
     cwd: str
     """The folder in which it runs."""
     argv: tuple[str, ...] = ()
-    """What follows a script's name on its command line."""
+    """The words after a script's name on its command line."""
     module: str | None = None
     """The script's dotted name where it is run as ``python -m`` would."""
     function: str | None = None
-    """What of the file builds the ``Trainer``, called with a dictionary of ``TrainingArguments`` fields; or what trains
-    in a loop of its own, called with a ``LoopConfig``."""
+    """The function of the file that builds the ``Trainer``, given a dictionary of ``TrainingArguments`` fields; or that
+    trains in a loop of its own, given a ``LoopConfig``. ``None`` for a script."""
     variables: tuple[tuple[str, str], ...] = ()
     """Variables of the environment that a launcher would have set for the script."""
     is_ranked: bool = False
-    """Whether it is started by ``torchrun``, and is not told what that tells each process."""
+    """Whether the user starts it by ``torchrun``, and trials do without its variables (``launch_command.ALONE``)."""
     interface: CodeInterface = field(default_factory=CodeInterface)
-    """How the code takes its settings, once its inspection has shown it. It names no other training."""
+    """How the code takes its settings, as its inspection has found. It is no part of the training's identity."""
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ class TrainingSource:
 
     @property
     def template(self) -> Template:
-        """The script's command line as a template; for a function, one without placeholders."""
+        """The script's command line with placeholders for a candidate's values; a function's template has none."""
         return read_template(self.argv, self.variables, self.cwd, self.interface.sample_tokens)
 
     def masked(self) -> TrainingSource:
@@ -138,7 +138,7 @@ def read_source(document: Document) -> TrainingSource:
 
 
 def with_known_names(document: Document) -> Document:
-    """Return a source's document with old field names replaced by today's."""
+    """Return a source's document with the field names of earlier versions replaced by those of this one."""
     interface = dict(document.get("interface") or {})
     if "from" in interface:
         interface["made_from"] = interface.pop("from")
@@ -165,11 +165,11 @@ def find_loop(text: str) -> TrainingSource:
 
 
 _WHAT_IT_DOES = {"trainer": "builds the Trainer", "loop": "trains"}
-"""What the function that an option names does."""
+"""By option, what the function does that it names."""
 
 
 def _find_function(text: str, kind: Literal["build", "loop"], option: str, *, usual_name: str) -> TrainingSource:
-    """Return the source for ``FILE:FUNCTION``, or for ``FILE`` with a function of the usual name."""
+    """Return the source for ``FILE:FUNCTION``, or for ``FILE``, whose function then has the usual name."""
     name, colon, function = text.rpartition(":")
     if not colon or not function.isidentifier():
         name, function = text, usual_name
@@ -179,7 +179,7 @@ def _find_function(text: str, kind: Literal["build", "loop"], option: str, *, us
 
 
 def locate_function(function: Any, option: str = "trainer") -> str:
-    """Return a function object as ``FILE:FUNCTION``, so that other processes can import it.
+    """Return the ``FILE:FUNCTION`` of a function object that was given as ``option``, so that trials can import it.
 
     Raises ``InvalidRequestError`` for a function that cannot be imported: a nested function, a lambda, a function of a
     notebook or a prompt.
@@ -189,7 +189,7 @@ def locate_function(function: Any, option: str = "trainer") -> str:
     if not inspect.isfunction(inner):
         raise InvalidRequestError(f"{option} of type {type(function).__name__} is not a function of a file", hint)
     file, name = inspect.getsourcefile(inner), inner.__qualname__
-    # The cells of a notebook have the names of files that are not there.
+    # A cell of a notebook has the name of a file that does not exist.
     if file is None or not file.endswith(".py") or not os.path.isfile(file):
         raise InvalidRequestError(f"the function {name} is in no file that trials could import", hint)
     # A decorator may have replaced the function; a nested function is called outer.<locals>.inner.
@@ -222,7 +222,7 @@ def find_script(words: Sequence[str], ranks: int = 1) -> TrainingSource:
 
 
 def _script(file: Path, arguments: Sequence[str], launched: CommandLine, module: str | None = None) -> TrainingSource:
-    """Return the source of a script with these arguments and its launcher's variables."""
+    """Return the source of a script, from its file, its arguments and what its launchers set."""
     template = read_template(arguments, launched.variables, os.getcwd())
     # Only scripts with placeholders get the rank variables: a Trainer would wrap its model for a process group of one.
     ranks = tuple(sorted(ALONE.items())) if launched.is_ranked and template.names else ()
@@ -239,7 +239,7 @@ def _script(file: Path, arguments: Sequence[str], launched: CommandLine, module:
 
 
 def _check_is_python(file: Path, name: str, hint: str) -> None:
-    """Raise ``InvalidRequestError`` for a file that Python could not run."""
+    """Raise ``InvalidRequestError`` for a file that Python could not run, such as a notebook or a shell script."""
     if file.suffix == ".ipynb":
         raise InvalidRequestError(
             f"{name} is a notebook, not a script",
@@ -270,7 +270,7 @@ def _is_python(file: Path) -> bool:
 
 
 def _file(name: str, what: str, hint: str) -> Path:
-    """Return the absolute path of a file. Raises ``InvalidRequestError`` where there is no such file."""
+    """Return the absolute path of a file; ``what`` names it in errors. Raises ``InvalidRequestError`` without it."""
     # Unlike Path's methods, these functions raise nothing for names that no file can have.
     path = Path(os.path.expanduser(name))
     if not os.path.exists(path):
@@ -282,7 +282,7 @@ def _file(name: str, what: str, hint: str) -> Path:
 
 
 def _digest(file: Path, others: Sequence[str] = ()) -> str:
-    """Return a hash of the source file and of its configuration files."""
+    """Return a hash of the content of the source file and of ``others``, its configuration files with placeholders."""
     try:
         content = b"".join(path.read_bytes() for path in (file, *map(Path, others)))
         return hashlib.sha256(content).hexdigest()[:16]
@@ -291,7 +291,7 @@ def _digest(file: Path, others: Sequence[str] = ()) -> str:
 
 
 def _module_file(name: str) -> Path:
-    """Return the file that ``python -m`` would run, without importing its packages."""
+    """Return the file that ``python -m`` would run, without imports. Raises ``InvalidRequestError`` without one."""
     folders: list[str] | None = [os.getcwd(), *sys.path]
     spec = None
     for part in name.split("."):

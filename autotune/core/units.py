@@ -67,35 +67,35 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_spread(spread: float | None) -> str:
-    """Format a relative spread as `` ± 0.8%``, to follow a number; an empty string where it is unknown."""
+    """Format a relative spread as `` ± 0.8%``, to be put after a number; an empty text where it is unknown."""
     return "" if spread is None else f" ± {spread:.1%}"
 
 
-# Above this ratio of an interval's sides, ± would say something else than both ends. A choice: an interval of ± 11 % in
+# Above this ratio of an interval's two sides, ± would be wrong for one of its ends. A choice: an interval of ± 11 % in
 # seconds has such sides as a speed.
 _LOPSIDED = 1.25
 
 
 def is_lopsided(mean: float, low: float, high: float) -> bool:
     """Return whether an interval is too asymmetric to be written with ±."""
-    sides = sorted((high - mean, mean - low))
-    return sides[1] > _LOPSIDED * sides[0]
+    shorter, longer = sorted((high - mean, mean - low))
+    return longer > _LOPSIDED * shorter
 
 
 def format_deviation(half_width: float) -> str:
-    """Format half the width of an interval of logarithms: ``12%``, or ``a factor of 2.3`` where it is wide."""
+    """Format the half-width of an interval of natural logarithms: ``12%``, or ``a factor of 2.3`` where it is wide."""
     factor = _factor_if_wide(half_width)
     return f"{half_width:.0%}" if factor is None else f"a factor of {factor}"
 
 
 def format_next_run(half_width: float) -> str:
-    """Format half the width of an interval of logarithms after a number: `` ± 2.7%``, or `` ×/÷ 2.3`` if wide."""
+    """Format it as ``format_deviation`` does, to be put after a number: `` ± 2.7%``, or `` ×/÷ 2.3`` if wide."""
     factor = _factor_if_wide(half_width)
     return format_spread(half_width) if factor is None else f" ×/÷ {factor}"
 
 
 def _factor_if_wide(half_width: float) -> str | None:
-    """Return the factor that half an interval of logarithms stands for; ``None`` where ± is exact enough."""
+    """Return the factor that the half-width of an interval of logarithms means; ``None`` where ± is exact enough."""
     factor = math.exp(half_width)
     if not is_lopsided(1, 1 / factor, factor):
         return None
@@ -142,7 +142,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def in_one_line(text: str) -> str:
-    """Escape control characters and line ends in text such as file names."""
+    """Return text, such as a file name, with control characters and line ends escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -20,18 +20,12 @@ from autotune.core.schema import decode, digest
 from autotune.core.training_source import TrainingSource, with_known_names
 
 Task = Literal[
-    "sequence-classification",
-    "masked-lm",
-    "causal-lm",
-    "seq2seq-lm",
-    "image-classification",
-    "speech-seq2seq",
-    "image-text-to-text",
-    "own",
-]
+    "sequence-classification", "masked-lm", "causal-lm", "seq2seq-lm", "image-classification", "speech-seq2seq",
+    "image-text-to-text", "own",
+]  # fmt: skip
 """The training task; ``own`` where the user's own Trainer decides it."""
 TASKS: tuple[Task, ...] = tuple(task for task in get_args(Task) if task != "own")
-"""Those that a person may name."""
+"""The tasks that a user may name."""
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
 PeftName = Literal["lora"]
@@ -44,9 +38,9 @@ _NEW_HEADS: dict[str, tuple[str, ...]] = {
     "sequence-classification": ("classifier", "score"),
     "image-classification": ("classifier",),
 }
+# Fields that are no part of the fingerprint where they are ``None``.
 _ADAPTING = frozenset({"peft", "lora_rank", "lora_options", "quantize"})
-
-
+# Memory is the same with any share of padding, but not without padding.
 _SOME_PADDING = 0.1
 
 
@@ -78,9 +72,9 @@ class Workload:
     quantize: QuantizeName | None = None
     """Quantization of the frozen weights in storage; they are computed in ``dtype``."""
     images: int = 0
-    """Images of each sample, of a task with images and text."""
+    """Number of images in each sample, for a task with images and text."""
     image_side: int | None = None
-    """Pixels of each side of those; ``None`` without."""
+    """Pixels of each side of these images; ``None`` without images."""
     source: TrainingSource | None = None
     """The user's own code that makes the model, data and Trainer; ``config`` and ``dtype`` then describe what it
     made."""
@@ -97,17 +91,17 @@ class Workload:
 
     @property
     def trained_dtype(self) -> DTypeName:
-        """Dtype of the trained weights. peft stores adapters in float32, but new heads in the model's dtype."""
+        """Dtype of the trained weights: float32 for peft's adapters; ``dtype`` where a new head is trained as well."""
         return "float32" if self.peft is not None and self.task not in _NEW_HEADS else self.dtype
 
     def data_folder(self, logs: Path) -> Path:
-        """Return the folder of the prepared dataset, beside the logs. Workloads with the same data share it."""
+        """Return the folder of the prepared dataset, in the folder of logs. Workloads with the same data share it."""
         assert self.data is not None
         # Models of images and text have it in the config of their text model.
         vocabulary = self.config.get("vocab_size") or (self.config.get("text_config") or {}).get("vocab_size")
         # 2 is the version of the folder's layout.
         parts = [2, self.data.identity(), self.seq_len, self.task, vocabulary]
-        # No study has a name with a dot first.
+        # Beside folders of studies, none of whose names begins with a dot.
         return logs / ".data" / digest(parts)
 
     def describe_weights(self) -> str:
@@ -119,10 +113,10 @@ class Workload:
         return words + (f" ({', '.join(f'{name}={value}' for name, value in options.items())})" if options else "")
 
     def describe_numerics(self) -> str:
-        """Return ``describe_weights``, and the meaning of fp32 where weights are in 16 bits.
+        """Return ``describe_weights``, and what an arm's ``fp32`` means where weights are in 16 bits.
 
-        An arm is named by its autocast, which says nothing about products of 16-bit weights. A script with a loop of
-        its own is left out, since it may give its weights the dtype of the precision that it is told.
+        There it means no autocast, so that products are in 16 bits. Code with a loop of its own may give its weights
+        the dtype of the precision that it is told: nothing is added.
         """
         keeps_dtype = self.source is None or self.source.framework == "trainer"
         is_half = self.dtype != "float32" and keeps_dtype
@@ -135,7 +129,7 @@ class Workload:
         return {"r": rank, "lora_alpha": 2 * rank, **LORA_DEFAULTS, **(self.lora_options or {})}
 
     def bits_arguments(self) -> dict[str, Any]:
-        """Return the arguments of transformers' ``BitsAndBytesConfig``; dtypes by name."""
+        """Return the arguments of transformers' ``BitsAndBytesConfig`` for ``quantize``, with dtypes as names."""
         if self.quantize == "8bit":
             arguments: dict[str, Any] = {"load_in_8bit": True}
         else:
@@ -184,7 +178,10 @@ class Workload:
         return workload
 
     def at_its_worst(self) -> Workload:
-        """Return the workload in which every batch has the size of the dataset's largest batch."""
+        """Return the workload in which every sample is as long as the dataset's longest, for which memory must suffice.
+
+        Workloads without known lengths are returned as they are.
+        """
         lengths = self.data.facts.lengths if self.data and self.data.facts else None
         if self.data is None or lengths is None:
             return self
@@ -206,7 +203,7 @@ class Workload:
         return SampleLengths(facts.lengths.counts, facts.samples, order, self.data.padding, multiple)
 
     def with_facts(self, facts: DataFacts) -> Workload:
-        """Return the workload with its dataset's facts. The model gets the dataset's number of labels."""
+        """Return the workload with what reading its dataset showed. The model gets the dataset's number of labels."""
         assert self.data is not None
         config = self.config
         if facts.num_labels is not None:
@@ -229,16 +226,14 @@ class Workload:
         facts.pop("model")
         facts.pop("weights")
         if self.quantize is not None:
-            # Earlier versions quantized other layers, and scales were not quantized in their turn.
+            # Earlier versions quantized other layers and no scales: their measurements are not valid for this one.
             facts["quantized_as"] = self.bits_arguments()
-        # Left out where no adapters are used, so that workloads recorded before adapters existed keep their
-        # fingerprint.
+        # Fields that are left out: workloads recorded before these existed keep their fingerprint.
         facts = {name: fact for name, fact in facts.items() if name not in _ADAPTING or fact is not None}
         facts.pop("data")
         if self.data is not None:
             facts["data"] = self.data.identity()
         if facts["source"] is None:
-            # Left out, so that workloads recorded before the user's own code was supported keep their fingerprint.
             facts.pop("source")
         else:
             for name in ("interface", "is_ranked"):

@@ -31,11 +31,7 @@ def core_for(uuid: str, usable: Collection[int]) -> int | None:
 
 
 def choose_core(
-    usable: Collection[int],
-    *,
-    near: Collection[int] = (),
-    second_threads: Collection[int] = (),
-    gpu_index: int = 0,
+    usable: Collection[int], *, near: Collection[int] = (), second_threads: Collection[int] = (), gpu_index: int = 0
 ) -> int | None:
     """Return one of the ``usable`` cores, if possible one that no other GPU's process gets; ``None`` without any.
 

@@ -34,10 +34,7 @@ is another process's: a desktop's or a neighbour's. A choice."""
 
 
 def _chip(name: str, figures: Mapping[str, Any], source: str) -> Chip:
-    """Return the chip that data-sheet figures describe; without rates where the 16-bit rate is missing.
-
-    ``source`` names the data sheet. Raises ``ValueError`` for a malformed figure.
-    """
+    """Return the chip of data-sheet figures from ``source``; without rates where the 16-bit rate is missing."""
     major, _, minor = str(figures["capability"]).partition(".")
     multiprocessors = int(figures["multiprocessors"])
     # All but data centre GPUs have 1,536.
@@ -114,19 +111,13 @@ _SPEC_FIELDS = frozenset({*_SPEC_NEEDED, *_NUMBERS})
 
 
 def read_chips(path: str) -> dict[str, Chip]:
-    """Read the user's GPUs (``--gpu-spec``) from a JSON file; return chips by name.
-
-    Raises ``InvalidRequestError`` for missing or wrong values.
-    """
+    """Read the user's GPUs from a JSON file, by name. Raises ``InvalidRequestError`` for missing or wrong values."""
     document = read_table(f"--gpu-spec {path}", path, _SPEC_EXAMPLE)
     return {name.lower(): _read_chip(path, name, figures) for name, figures in document.items()}
 
 
 def read_table(where: str, path: str, hint: str) -> dict[str, Any]:
-    """Read a JSON file with an entry for each GPU; ``where`` and ``hint`` are for errors.
-
-    Raises ``InvalidRequestError`` for any other file.
-    """
+    """Read a JSON file with an entry for each GPU. Raises ``InvalidRequestError`` (``where``, ``hint``) for others."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -222,10 +213,7 @@ def _unit_of(stated: Mapping[str, tuple[float, str | None]]) -> str:
 
 
 def _amount(name: str, value: Any) -> tuple[float, str | None]:
-    """Parse a price such as ``2.70EUR`` to its number and unit; the unit is ``None`` where none is written.
-
-    Raises ``InvalidRequestError`` for anything else.
-    """
+    """Parse a price such as ``2.70EUR`` to number and unit, ``None`` without one. Raises ``InvalidRequestError``."""
     text = str(value).strip()
     digits = text.rstrip(string.ascii_letters)
     unit = text[len(digits) :].upper() or None

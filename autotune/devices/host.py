@@ -49,14 +49,10 @@ class _MemoryGroup:
 _MEMORY_GROUPS = (
     _MemoryGroup("", "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file", "memory.events"),
     _MemoryGroup(
-        "memory",
-        "sys/fs/cgroup/memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
+        "memory", "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
         "memory.oom_control",
     ),
-)
+)  # fmt: skip
 
 
 def cpu_device(root: Path = ROOT) -> Device:
@@ -175,10 +171,7 @@ def _group_path(root: Path, controller: str) -> str | None:
 
 
 def _levels(path: str) -> Iterator[str]:
-    """Yield a group's path and those of the groups around it: ``a`` and ``a/b`` for ``/a/b``.
-
-    Yields nothing for a path outside of the namespace (``/../b``).
-    """
+    """Yield the paths of a group and those around it: ``a``, ``a/b`` for ``/a/b``; none outside of the namespace."""
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
     if ".." not in parts:
         for depth in range(1, len(parts) + 1):

@@ -18,7 +18,6 @@ from autotune.devices.nvml import current_session, nvml_problem
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-
 _DEVICE = r"(?:cpu|cuda(?::\d{1,9})?|(?:GPU|MIG)-[\w/-]+)"
 """How a device is written, as a regular expression."""
 

@@ -165,10 +165,7 @@ _FLOCK = "hhqqi0q"
 
 
 def _whole_file(kind: int) -> bytes:
-    """Return the ``struct flock`` of a lock of this kind (``F_RDLCK``, say) on a whole file.
-
-    For locks of open files (``F_OFD_…``) its process id has to be 0.
-    """
+    """Return the ``struct flock`` of a lock of this kind on a whole file; locks of open files need process id 0."""
     return struct.pack(_FLOCK, kind, os.SEEK_SET, 0, 0, 0)
 
 

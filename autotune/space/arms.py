@@ -21,10 +21,7 @@ _BY_PREFERENCE = sorted((row for row in LEVERS if row.preference is not None), k
 
 
 def changed(arm: Arm, **values: Any) -> Arm:
-    """Return an arm with the given ``values`` of its fields.
-
-    Settings that then have no effect get their defaults, so that equal trainings are equal arms.
-    """
+    """Return an arm with other values of these fields; settings that then have no effect get their defaults."""
     return _changed(arm, tuple(values.items()))
 
 
@@ -80,10 +77,7 @@ def memory_class(arm: Arm) -> Arm:
 
 @cache
 def prediction_class(arm: Arm) -> Arm:
-    """Return the arm that represents all arms with the same allocated bytes, which is what a prediction computes.
-
-    Such arms may differ in how CUDA's allocator reserves these bytes.
-    """
+    """Return the arm that represents all arms that allocate the same bytes, however the allocator reserves them."""
     reserving = {row.name: _DEFAULTS[row.name] for row in LEVERS if row.memory == "reserved"}
     return dataclasses.replace(memory_class(arm), **reserving)
 

@@ -64,21 +64,10 @@ _EXPANDABLE = "expandable_segments"
 # Distributions whose code runs in a step wherever they are installed: the libraries that torch loads, and the kernels
 # that transformers and accelerate choose by themselves when they find them.
 _LIBRARIES = (
-    "nvidia-cublas",
-    "nvidia-cublas-cu12",
-    "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13",
-    "pytorch-triton",
-    "triton",
-    "apex",
-    "causal-conv1d",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-linear-attention",
-    "intel-extension-for-pytorch",
-    "kernels",
-    "mamba-ssm",
-)
+    "nvidia-cublas", "nvidia-cublas-cu12", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "pytorch-triton", "triton",
+    "apex", "causal-conv1d", "flash-attn", "flash-attn-3", "flash-linear-attention", "intel-extension-for-pytorch",
+    "kernels", "mamba-ssm",
+)  # fmt: skip
 
 # Prefixes of TrainingArguments.optim values that need a package (transformers/trainer_optimizer.py).
 _BITSANDBYTES = ("adamw_8bit", "paged_", "ademamix", "lion_", "rmsprop_bnb", "adamw_bnb_8bit")
@@ -95,12 +84,9 @@ _PACKAGE_OF_OPTIM: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 DEEPSPEED = "deepspeed"
 EXTRAS = {
-    "bitsandbytes": "bitsandbytes",
-    "torchao": "torchao",
-    "liger-kernel": "liger",
-    "peft": "peft",
+    "bitsandbytes": "bitsandbytes", "torchao": "torchao", "liger-kernel": "liger", "peft": "peft",
     DEEPSPEED: "deepspeed",
-}
+}  # fmt: skip
 """Packages that an extra of autotune installs, with the extra's name."""
 OPTIONAL = (*EXTRAS, "flash-attn")
 """The optional packages that are used most."""

@@ -26,7 +26,6 @@ LIGHTNING: dict[Precision, str] = {"fp32": "32-true", "tf32": "32-true", "bf16":
 OF_LIGHTNING: dict[str, Precision] = {name: precision for precision, name in LIGHTNING.items() if precision != "tf32"}
 """The precision of Lightning's names; ``32-true`` is tf32 as well, where matrix products use it."""
 
-
 Memory = Literal["peak", "reserved", "none"]
 """What of a trial's memory depends on a setting.
 

@@ -165,12 +165,8 @@ def deepspeed_settings(arm: Arm) -> dict[str, Any]:
     """
     stage = arm.zero_stage
     assert stage is not None
-    zero: dict[str, Any] = {
-        "stage": stage,
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": REDUCE_BUCKET_ELEMENTS,
-    }
+    zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "contiguous_gradients": True}
+    zero["reduce_bucket_size"] = REDUCE_BUCKET_ELEMENTS
     if stage == 3:
         zero["stage3_gather_16bit_weights_on_model_save"] = True
     if arm.offloads_optimizer:

@@ -87,14 +87,9 @@ _BY_TEXT: tuple[tuple[str, str, str], ...] = (
 )
 # A server that restarts says one of these.
 _IN_PASSING = (
-    "server closed the connection",
-    "Connection refused",
-    "No such file or directory",
-    "starting up",
-    "shutting down",
-    "recovery mode",
-    "not yet accepting",
-)
+    "server closed the connection", "Connection refused", "No such file or directory", "starting up", "shutting down",
+    "recovery mode", "not yet accepting",
+)  # fmt: skip
 
 
 def _postgres_arguments(location: Location) -> dict[str, Any]:
@@ -129,10 +124,7 @@ def _limit_lock_waits(engine: Engine, lock_timeout_seconds: float) -> None:
 
 
 def _wait_for_restarts(engine: Engine) -> None:
-    """Make an engine wait up to ``RESTART_SECONDS`` for a server that restarts.
-
-    A server that this engine has never reached is an error at once: the user's URL is probably wrong.
-    """
+    """Make an engine wait up to ``RESTART_SECONDS`` for a restarting server; one never reached is an error at once."""
     was_there = False
 
     @event.listens_for(engine, "do_connect")

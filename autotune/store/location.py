@@ -102,10 +102,7 @@ def resolve_location(location: str) -> Location:
 
 
 def plain_path(location: str) -> Path | None:
-    """Return the path of a location that is certainly a plain SQLite file, without importing SQLAlchemy.
-
-    ``None`` where only ``resolve_location`` can tell, as for most URLs.
-    """
+    """Return the path of a location that is surely a plain SQLite file; ``None`` where SQLAlchemy has to tell."""
     text = location.strip()
     name = text.removeprefix(_PLAIN_URL)
     if not name or name.startswith((":", "sqlite:", "file:")) or _UNCERTAIN.search(name) or _surrogates(name):
@@ -117,10 +114,7 @@ def plain_path(location: str) -> Path | None:
 
 
 def _file_location(url: URL, name: str, label: str) -> Location:
-    """Return the location of a SQLite file, with ``url`` completed by its path.
-
-    Raises ``StorageError`` for a path that no URL can contain.
-    """
+    """Return the location of a SQLite file. Raises ``StorageError`` for a path that no URL can contain."""
     from sqlalchemy import make_url
 
     try:

@@ -167,19 +167,13 @@ def _inspect(engine: Engine, place: Location) -> tuple[bool, bool]:
 
 @functools.cache
 def _revisions(folder: Path) -> tuple[frozenset[str], str | None]:
-    """Return all revisions of the migrations in a folder, and the newest.
-
-    Cached, since reading them took a third of the time of opening a store.
-    """
+    """Return all revisions in a folder, and the newest; cached, since this was a third of opening a store."""
     scripts = ScriptDirectory(folder)
     return frozenset(script.revision for script in scripts.walk_revisions()), scripts.get_current_head()
 
 
 def migrations_folder() -> Path:
-    """Return the folder of Alembic's migrations: ``autotune/_migrations`` when installed, ``alembic`` in a checkout.
-
-    Raises ``StorageError`` where it is missing.
-    """
+    """Return Alembic's folder: ``autotune/_migrations`` when installed, ``alembic`` in a checkout."""
     package = Path(autotune.__file__).resolve().parent
     for folder in (package / "_migrations", package.parent / "alembic"):
         # ``alembic`` beside an installed package may be the library itself, which has no env.py.

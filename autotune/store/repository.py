@@ -420,9 +420,7 @@ def measured_trials(location: str, workload_fingerprint: str, lock_timeout_secon
         .join(WorkloadRow, WorkloadRow.id == TrialRow.workload_id)
         .join(EnvironmentRow, EnvironmentRow.id == TrialRow.environment_id)
         .where(
-            WorkloadRow.fingerprint == workload_fingerprint,
-            TrialRow.state == "completed",
-            TrialRow.stage != "reused",
+            WorkloadRow.fingerprint == workload_fingerprint, TrialRow.state == "completed", TrialRow.stage != "reused"
         )
         .order_by(TrialRow.started_at)
     )

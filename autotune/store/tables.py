@@ -119,10 +119,7 @@ class TrialRow(Base):
     """One trial, with the ids by which a later search on the same machine and model finds it."""
 
     __tablename__ = "autotune_trials"
-    __table_args__ = (
-        Index(None, "study_id", "number"),
-        Index(None, "environment_id", "workload_id"),
-    )
+    __table_args__ = (Index(None, "study_id", "number"), Index(None, "environment_id", "workload_id"))
 
     id: Mapped[str] = mapped_column(String(_ID_LENGTH), primary_key=True)
     study_id: Mapped[str] = mapped_column(ForeignKey(StudyRow.id))

@@ -19,13 +19,7 @@ from autotune.core.outcome import outcome_from_document
 from autotune.core.schema import encode
 from autotune.store.engine import insert_if_absent, storage_errors, transaction
 from autotune.store.repository import Store
-from autotune.store.tables import (
-    EnvironmentRow,
-    StudyRow,
-    TrialRow,
-    UtcDateTime,
-    WorkloadRow,
-)
+from autotune.store.tables import EnvironmentRow, StudyRow, TrialRow, UtcDateTime, WorkloadRow
 
 _MOST_RELATED = 20
 # Ids in one query: SQLite takes 32,766 values, and no database is faster with more.
