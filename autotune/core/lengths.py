@@ -183,23 +183,24 @@ def shapes_of(lengths: SampleLengths, batching: Batching, steps: int | None = No
         epochs.append(_epoch(random, population, batching))
     drawn = np.concatenate(epochs)[:drawn_steps]
     padded = batching.padded(drawn, lengths.longest)
+    # Each length in ``padded`` is that of so many rows.
     rows = 1 if batching.padding == "rows" else batching.batch
-    mean = float(padded.mean()) * rows
+    mean_tokens = float(padded.mean()) * rows
     values, times = np.unique(padded, return_counts=True)
     new = new_in_steps(padded.reshape(-1, batching.ranks), batching.accumulation, wanted)
     return Shapes(
-        wanted,
-        new[-1][1],
-        mean,
-        int(padded.max()) * rows,
-        1 - float(drawn.sum(axis=-1).mean()) / mean,
-        new,
-        dict(zip(values.tolist(), times.tolist(), strict=True)),
+        steps=wanted,
+        new=new[-1][1],
+        mean_tokens=mean_tokens,
+        longest_tokens=int(padded.max()) * rows,
+        padding=1 - float(drawn.sum(axis=-1).mean()) / mean_tokens,
+        new_in_steps=new,
+        seen=dict(zip(values.tolist(), times.tolist(), strict=True)),
     )
 
 
 def _epoch(random: Any, population: Any, batching: Batching) -> Any:
-    """Return the lengths of an epoch's samples: an array (steps, micro-steps, ranks, samples of a micro-batch)."""
+    """Draw an epoch and return its lengths: an array (steps, micro-steps, ranks, samples of a micro-batch)."""
     import numpy as np
 
     step_samples = batching.batch * batching.accumulation
@@ -208,11 +209,12 @@ def _epoch(random: Any, population: Any, batching: Batching) -> Any:
         # As transformers' LengthGroupedSampler: stretches of 50 steps, or a quarter of the data, are sorted.
         stretch = step_samples * max(1, min(50, len(order) // (4 * step_samples)))
         order = np.concatenate([-np.sort(-order[at : at + stretch]) for at in range(0, len(order), stretch)])
-    whole = step_samples * batching.ranks
-    order = np.resize(order, max(1, len(order) // whole) * whole)
+    # Whole steps of all ranks: a last, incomplete one is cut off, and data smaller than a step is repeated.
+    whole_step = step_samples * batching.ranks
+    order = np.resize(order, max(1, len(order) // whole_step) * whole_step)
     if batching.order == "batch_rebalance":
         # Groups of batch_rebalance differ in size as well, which is left out.
-        order = -np.sort(-order.reshape(-1, whole), axis=1)
+        order = -np.sort(-order.reshape(-1, whole_step), axis=1)
     return order.reshape(-1, batching.accumulation, batching.ranks, batching.batch)
 
 

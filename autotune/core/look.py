@@ -157,7 +157,7 @@ def _gradient_pairs(asked: FirstStep, other: FirstStep) -> Iterator[tuple[str, G
 
 
 def _gradient_factor(asked: FirstStep, other: FirstStep) -> float:
-    """Return the least-squares factor by which the other step's gradients are those asked for; 1 without gradients."""
+    """Return the factor by which the asked gradients come nearest to the other's (least squares); 1 without any."""
     products = squares = 0.0
     for _, mine, theirs in _gradient_pairs(asked, other):
         products += sum(a * b for a, b in zip(mine.sketch, theirs.sketch, strict=True))

@@ -50,7 +50,7 @@ class Kind:
         return self.accept(self.parse(text))
 
     def check(self, name: str, value: Any) -> Any:
-        """Check the value of a Python argument of this name. Raises ``InvalidRequestError``."""
+        """Return ``accept(value)``; raise ``InvalidRequestError`` with the argument's ``name`` for a wrong value."""
         try:
             return self.accept(value)
         except UnfitError as error:

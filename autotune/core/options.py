@@ -582,7 +582,7 @@ def _kind_of(values: Any) -> Kind:
 
 
 def _declared() -> Iterator[Option]:
-    """Yield the options of all groups, completed from annotations and groups."""
+    """Yield the options of all groups, with what follows from the annotated types and the groups filled in."""
     for group, heading, own_code_decides in _GROUPS:
         for name, annotation in get_type_hints(group, include_extras=True).items():
             values, option = get_args(annotation)

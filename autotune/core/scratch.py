@@ -104,7 +104,7 @@ class Scratch:
 
 
 def make_scratch(prefix: str) -> Scratch:
-    """Make a folder in ``TMPDIR``, or in ``/tmp`` where the path of a socket in it would be too long.
+    """Make a job's scratch folder in ``TMPDIR``, or in ``/tmp`` where the path of a socket in it would be too long.
 
     Raises ``AutotuneError`` where no temporary folder can be made.
     """

@@ -174,7 +174,7 @@ def quantile(degrees: float, confidence: float = CONFIDENCE) -> float:
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """Return the regularized incomplete beta function, by its continued fraction (DLMF 8.17.22, Lentz's method)."""
+    """Return the regularized incomplete beta function I_x(a, b), by a continued fraction (DLMF 8.17.22, Lentz)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

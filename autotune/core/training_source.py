@@ -143,7 +143,7 @@ def with_known_names(document: Document) -> Document:
     if "from" in interface:
         interface["made_from"] = interface.pop("from")
     if isinstance(steps := interface.get("steps"), dict):
-        # Earlier versions counted an evaluation's calls there.
+        # Earlier versions counted an evaluation's calls there, which nothing reads any more.
         interface["steps"] = {name: value for name, value in steps.items() if "calls_without" not in name}
     return {**document, "interface": interface}
 

@@ -89,7 +89,7 @@ def format_deviation(half_width: float) -> str:
 
 
 def format_next_run(half_width: float) -> str:
-    """Format it as ``format_deviation`` does, to be put after a number: `` ± 2.7%``, or `` ×/÷ 2.3`` if wide."""
+    """Format the half-width of an interval of logarithms after a number: `` ± 2.7%``, or `` ×/÷ 2.3`` if wide."""
     factor = _factor_if_wide(half_width)
     return format_spread(half_width) if factor is None else f" ×/÷ {factor}"
 

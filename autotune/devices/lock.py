@@ -61,6 +61,7 @@ class Lock:
     """
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
+        # A readable file name, and a hash to keep similar names apart.
         plain = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:80]
         digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
         self.path = (folder or Path(os.environ.get(FOLDER_VARIABLE) or _FOLDER)) / f"{plain}-{digest}.lock"

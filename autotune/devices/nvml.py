@@ -435,6 +435,7 @@ def visible_gpus(visible: str | None, uuids: Sequence[str | None]) -> tuple[int 
         if gpu in shown:
             return ()
         if isinstance(gpu, str):
+            # After a GPU, a MIG instance is hidden; it ends the list in any case.
             return tuple(shown) or (gpu,)
         shown.append(gpu)
     return tuple(shown)

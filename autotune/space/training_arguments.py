@@ -153,9 +153,10 @@ def parallelism(arm: Arm) -> dict[str, int]:
 
 def _fsdp(arm: Arm, fields: Collection[str]) -> TunedArguments:
     """Return the fields of ``TrainingArguments`` that turn on FSDP2 as the arm sets it."""
-    # Before 5.18 a bare True did not wrap layers; later the text is deprecated.
-    is_new = _CHECKPOINTING_FIELDS[0] in fields
-    return {"fsdp": True if is_new else "full_shard auto_wrap", "fsdp_config": fsdp_settings(arm)}
+    # Before transformers 5.18, which has a new name for checkpointing, a bare True did not wrap layers. Since then the
+    # text is deprecated.
+    takes_true = _CHECKPOINTING_FIELDS[0] in fields
+    return {"fsdp": True if takes_true else "full_shard auto_wrap", "fsdp_config": fsdp_settings(arm)}
 
 
 def deepspeed_settings(arm: Arm) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class Lease:
 
 
 class Leases:
-    """The leases in an open database. Each method raises ``StorageError`` where that is locked, damaged or gone.
+    """The leases in an open database. Methods raise ``StorageError`` where the database is locked, damaged or gone.
 
     ``clock`` tells the time by which leases expire.
     """

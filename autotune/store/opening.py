@@ -34,8 +34,8 @@ def open_store(location: str, *, create: bool = True, lock_timeout_seconds: floa
     """Open the database at a path or SQLAlchemy URL, with autotune's tables up to date.
 
     A missing file is created, with its folders, unless ``create`` is false; so are the tables in a server's database.
-    Raises ``StorageError`` where the database is missing, locked, damaged, not writable, another program's, or from a
-    newer autotune, where the file holds none, and where its server cannot be reached. Such a database is not changed.
+    Raises ``StorageError``, and leaves the database unchanged, where it is missing, locked, damaged, not writable,
+    another program's, or from a newer autotune, where the file is no database, and where a server cannot be reached.
     Tables of Optuna, in which older versions recorded trials a second time, are left as they are.
     """
     place = resolve_location(location)

@@ -217,7 +217,7 @@ class PrioritySemaphore:
 
 
 class Queue:
-    """The jobs in an open database. Each method raises ``StorageError`` where that is locked, damaged or gone.
+    """The jobs in an open database. Methods raise ``StorageError`` where the database is locked, damaged or gone.
 
     ``clock`` returns the time to record.
     """
@@ -403,7 +403,7 @@ class Queue:
     # Attempts
 
     def next_for(self, offer: Offer) -> JobRecord | None:
-        """Return the first queued job that can run on these devices; ``None`` without one."""
+        """Return the first queued job whose needs the offered devices meet; ``None`` without one."""
         return self._first_job(
             _NEXT,
             device_kind=offer.device_kind,
@@ -528,9 +528,9 @@ class Queue:
         self, *, writes: bool = False, is_urgent: bool = False, is_single: bool = False
     ) -> Iterator[Connection]:
         """Open a transaction (see ``engine.transaction``); a writer waits for its turn among this process's writers."""
-        place = self._writers.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
+        turn = self._writers.take(is_urgent=is_urgent) if writes else contextlib.nullcontext()
         opened = transaction(self._engine, writes=writes, is_single=is_single)
-        with place, storage_errors(self._label), opened as connection:
+        with turn, storage_errors(self._label), opened as connection:
             yield connection
 
     def _insert_events(self, connection: Connection, job_id: str, last: int, events: Sequence[Event]) -> None:

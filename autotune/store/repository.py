@@ -181,7 +181,7 @@ class Store:
     # Trials
 
     def start_trial(self, trial: TrialRecord) -> None:
-        """Record a trial that is about to run, or one with a known outcome."""
+        """Record a trial that is about to run, or one whose outcome is known from another study."""
         values = _columns(trial) | {
             "candidate": trial.candidate.recorded_parameters(),
             "state": trial.state,
