@@ -172,7 +172,10 @@ _LINES: dict[str, type[ServerLine]] = {dataclasses.fields(kind)[0].name: kind fo
 
 def server_line(document: dict[str, Any]) -> ServerLine:
     """Return the typed message of a line from a trial server. Raises ``ValueError`` where it is malformed."""
-    return decode(document, next(kind for name, kind in _LINES.items() if name in document))
+    kind = next((kind for name, kind in _LINES.items() if name in document), None)
+    if kind is None:
+        raise ValueError(f"malformed line: it has none of the fields {', '.join(_LINES)}")
+    return decode(document, kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from tiny import QUICK, tiny_workload
 from autotune.core.candidate import Arm, Candidate
 from autotune.core.device import Chip
 from autotune.core.look import LookWork
-from autotune.core.messages import DataWork, InspectionWork, Job, TrialWork, Work
+from autotune.core.messages import DataWork, InspectionWork, Job, TrialWork, Work, server_line
 from autotune.core.placement import RankDevices
 from autotune.core.prediction import PredictionWork
 from autotune.core.rehearsal import RehearsalWork
@@ -55,3 +55,8 @@ def test_a_job_is_read_as_it_was_sent(work: Work) -> None:
 def test_what_is_no_job_is_named(changes: Any, wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong):
         Job.from_document(document_as_read(TRIAL, **changes))
+
+
+def test_a_line_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="it has none of the fields ready, adopted"):
+        server_line({"dances": True})
