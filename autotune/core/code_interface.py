@@ -69,7 +69,7 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class HowItSteps:
-    """How a script makes the steps of its optimizers."""
+    """How a script makes the steps of its optimizers, by which a trial tells whole steps and micro-steps apart."""
 
     anchor: int = 0
     """The number of the optimizer whose step ends a whole step, in the order of the optimizers' first steps."""

@@ -57,7 +57,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What reading the dataset once showed."""
+    """What reading the user's dataset showed: the number of samples, their classes and their lengths."""
 
     samples: int
     """Number of samples; of rows, where samples are packed in rows."""
@@ -72,7 +72,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """A dataset and how its samples become batches."""
+    """The user's dataset, and how its samples become batches."""
 
     source: str
     """Absolute path of a file or folder, or ``NAME`` or ``NAME:CONFIG`` on the hub."""

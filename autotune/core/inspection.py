@@ -135,7 +135,7 @@ class GpuWork:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """What only a process that uses the GPU can tell."""
+    """What only a process that uses the GPU can tell: the size of its CUDA context, the chip, library versions."""
 
     context_bytes: int
     chip: Chip

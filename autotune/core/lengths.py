@@ -123,7 +123,7 @@ class Shapes:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """The run that a trial's speed is promised for. Fields that are not known of it are ``None``."""
+    """The whole training run for which a trial's speed is promised; ``None`` for what is not known of it."""
 
     steps: int | None = None
     """Its optimizer steps."""

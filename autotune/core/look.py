@@ -74,7 +74,7 @@ class FirstStep:
 
 @dataclass(frozen=True, slots=True)
 class LookWork:
-    """Train one optimizer step with each of some settings from the same weights; the result is a ``LookAnswer``."""
+    """The work of a look: one optimizer step with each candidate from the same weights; gives a ``LookAnswer``."""
 
     candidates: tuple[Candidate, ...]
     """Settings with the small batches of the look. The user's own code is run with one candidate in a process."""
@@ -94,7 +94,7 @@ class LookWork:
 
 @dataclass(frozen=True, slots=True)
 class LookAnswer:
-    """The first steps of a look, or how a smaller one may have some."""
+    """The first steps that a look has made or, where memory ran out, the size of a model for which it may not."""
 
     steps: tuple[FirstStep, ...] = ()
     fewer_layers: int | None = None

@@ -204,7 +204,7 @@ class InspectionWork:
 
 @dataclass(frozen=True, slots=True)
 class DataWork:
-    """Read the workload's dataset into a folder, from which trials map it."""
+    """Read the workload's dataset into a folder, from which trials map it into memory."""
 
     folder: str
 
@@ -223,7 +223,7 @@ _KINDS: dict[str, type[Work]] = {
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Work for a process of the trial server, or for one process a rank."""
+    """Work for a process that the trial server starts, or for one process per rank."""
 
     id: str
     workload: Workload

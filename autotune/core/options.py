@@ -171,7 +171,7 @@ class _Model(TypedDict, total=False):
 
 
 class _OwnCode(TypedDict, total=False):
-    """What trains in place of a model."""
+    """The user's own training code, in place of a model."""
 
     trainer: Annotated[str | os.PathLike[str] | Callable[[dict[str, Any]], Any] | None, Option(
         "In place of a model: train.py:build, where build(overrides: dict) returns your own Trainer.", kind=TRAINER,
@@ -187,7 +187,7 @@ class _OwnCode(TypedDict, total=False):
 
 
 class _Step(TypedDict, total=False):
-    """What else says what is trained."""
+    """Code that an operator lists, in place of a model, and the effective batch."""
 
     code: Annotated[str | None, Option(
         "In place of a model, with --server: code by the name that the operator lists it under.", metavar="NAME",
@@ -244,7 +244,7 @@ class _Workload(TypedDict, total=False):
 
 
 class _Data(TypedDict, total=False):
-    """The samples."""
+    """The user's dataset, and how it becomes batches."""
 
     dataset: Annotated[str | os.PathLike[str] | None, Option(
         "Your samples: jsonl, csv, parquet, a folder of images or from save_to_disk, NAME[:CONFIG] on the hub "
@@ -277,7 +277,7 @@ class _Data(TypedDict, total=False):
 
 
 class _OtherGpus(TypedDict, total=False):
-    """What is predicted for."""
+    """GPUs that predictions are made for, and the job whose cost is predicted."""
 
     gpu: Annotated[str | Sequence[str] | None, Option("GPUs by name, e.g. rtx-3090,v100-16gb,a100-80gb.", PREDICTED,
         help_in={"advise": "GPUs by name, e.g. rtx-4090,l4,h100 [default: all]."},
@@ -334,7 +334,7 @@ class _Device(TypedDict, total=False):
 
 
 class _Tried(TypedDict, total=False):
-    """What arms and batches there are."""
+    """The settings and batches that a search tries."""
 
     precision: Annotated[str | Sequence[str] | None, Option(
         "Precisions to try, e.g. bf16,tf32 [default: all that the device has].", ALL, kind=words(PRECISIONS),
@@ -505,7 +505,7 @@ class _Shown(TypedDict, total=False):
 
 
 class _Kept(TypedDict, total=False):
-    """Where the study is."""
+    """Where the study is recorded."""
 
     study: Annotated[str | None, Option(
         "Name of the study; an existing one is continued [default: from the model and the effective batch].",
@@ -519,7 +519,7 @@ class _Kept(TypedDict, total=False):
 
 
 class _CommandLine(TypedDict, total=False):
-    """What the command line alone says."""
+    """Options of the command line that ``autotune.search`` does not have."""
 
     server: Annotated[str | None, Option(
         "URL of a service that runs the search, from autotune serve; its token is in AUTOTUNE_TOKEN.",

@@ -142,7 +142,7 @@ def amount_at(size: Size, batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PredictionAnswer:
-    """What was predicted."""
+    """The answer to a ``PredictionWork``: peaks of an arm at its batches, and the operations of its step."""
 
     batches: tuple[MemoryPrediction, ...]
     """By ascending batch: those asked for and, with ``multiple``, the largest that fits and the next larger one."""

@@ -93,7 +93,7 @@ VARIABLE = "AUTOTUNE_TRAINS"
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a study promises of a training with its winner."""
+    """The speed and memory that a study promises for a training with its winner."""
 
     samples_per_second: float
     low: float

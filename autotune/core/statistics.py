@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Variance:
-    """A variance estimate, or what is usual before anything is measured."""
+    """An estimate of a variance: of measured values, or a prior (what is usual before anything is measured)."""
 
     deviation: float
     """Its square root, in the unit of the values; relative where the values are logarithms."""

@@ -73,6 +73,7 @@ class Training:
         else:
             is_ordered, is_read = data.group_by_length, data.facts is not None
             if data.facts is not None and (lengths := data.facts.lengths) is not None:
+                # The lengths of a batch of the shortest samples, and of one of the longest.
                 padded = {data.padded(tokens, workload.seq_len) for tokens in lengths.in_batches}
                 shapes_vary |= len(padded) > 1
                 pads |= len({lengths.shortest, lengths.longest, *padded}) > 1

@@ -346,6 +346,7 @@ def damaged(label: str) -> StorageError:
 
 def _is_damage(error: Exception) -> bool:
     """Return whether an error means that a column holds an invalid value: text, JSON, a time, an enumeration."""
+    # SQLAlchemy raises a plain LookupError for an unknown member of an enumeration.
     if isinstance(error, UnicodeDecodeError | json.JSONDecodeError) or type(error) is LookupError:
         return True
     return str(error).startswith(("Couldn't parse", "Invalid isoformat"))
