@@ -61,7 +61,7 @@ def _field_metadata(words: str | Callable[[Any], str | None] | None, *, sparse: 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The settings of a training but for batch and accumulation, named as in ``TrainingArguments`` where it has them."""
+    """The settings of a training but for batch and accumulation, named as in ``TrainingArguments`` where possible."""
 
     precision: Precision = field(default="fp32", metadata=_field_metadata(lambda arm: arm.precision))
     gradient_checkpointing: bool = field(

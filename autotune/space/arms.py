@@ -164,7 +164,7 @@ def excluding(arm: Arm) -> str | None:
         return "rows of any length are neither compiled nor captured; give them a length_multiple"
     needs_whole_weights = next((name for name in ("padding_free", "fused_loss") if getattr(arm, name)), None)
     if needs_whole_weights is not None and arm.zero_stage == 3:
-        return f"{needs_whole_weights} needs needs_whole_weights weights, which ZeRO-3 has divided"
+        return f"{needs_whole_weights} needs whole weights, which ZeRO-3 has divided"
     if arm.checkpointed_layers is not None and arm.is_sharded:
         return "FSDP2 checkpoints every layer that it shards, or none"
     if arm.torch_compile_mode is not None and arm.ranks > 1:

@@ -300,6 +300,8 @@ class TestTable:
         assert excluding(by_layer) is None
         assert excluding(dataclasses.replace(by_layer, torch_compile_mode="reduce-overhead")) is not None
         assert excluding(Arm(torch_compile=True, strategy="zero2", ranks=2)) is not None
+        divided = Arm(fused_loss=True, strategy="zero3", ranks=2)
+        assert excluding(divided) == "fused_loss needs whole weights, which ZeRO-3 has divided"
         some = Arm("bf16", True, checkpointed_layers=2, strategy="fsdp", ranks=2)
         assert excluding(some) == "FSDP2 checkpoints every layer that it shards, or none"
         assert excluding(dataclasses.replace(some, strategy="ddp")) is None
