@@ -190,6 +190,7 @@ def _exit_code(arguments: Sequence[str] | None) -> int:
         _forget_interrupt()
         return INTERRUPTED
     except OSError as error:
+        # Errors of input files are ``AutotuneError`` by now: this one is of writing.
         say_error(f"{error.filename or 'the output'}: {error.strerror or error}", "make room there, or write elsewhere")
         _forget_output()
         return AutotuneError.exit_code

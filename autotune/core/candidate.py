@@ -249,7 +249,7 @@ class Candidate:
         """Return ``parameters`` as they are stored: equal to records of versions that had fewer settings.
 
         Settings of several ranks are left out where there is one rank (which has a strategy only where it offloads),
-        and sparse settings where they have their default.
+        and settings that came later (``_SPARSE``) where they have their default.
         """
         names = OF_RANKS if self.arm.ranks == 1 and self.arm.strategy is None else ()
         return {

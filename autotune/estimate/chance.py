@@ -218,7 +218,7 @@ class Chances:
         """Return the probability that a candidate's peak memory stays under the line."""
         key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
         if key not in self._fits:
-            # Passing no mask saves next to nothing.
+            # Passing no mask saves next to nothing: where the arm with masks did not fit, this one does not.
             masked = replace(candidate, arm=without(candidate.arm, ["unpadded"]))
             if self._history.ruled_out_by(masked) is not None or self._ran_out_compiled(candidate):
                 self._fits[key] = 0.0

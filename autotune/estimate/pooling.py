@@ -241,7 +241,7 @@ class Pool:
         return gain.mean > gain.half_width()
 
     def expected_gain(self, candidate: Candidate, over: Candidate) -> float:
-        """Return the expected relative speed-up of a candidate over another; 0 for a slow-down or without a speed."""
+        """Return the expected relative speed-up over another candidate, a slow-down counted as 0; 0 without a speed."""
         one, other = self.speed(candidate), self.speed(over)
         if one is None or other is None:
             return 0.0

@@ -260,7 +260,7 @@ _COLLATORS = (
 
 
 def _collator_pads(trainer: Trainer, multiple: int, longest: int | None) -> bool:
-    """Return whether ``pad_to_multiple_of`` of a Trainer's collator would pad alike, without autotune.
+    """Return whether the collator's ``pad_to_multiple_of`` would pad as autotune does, and can be set instead.
 
     That option has no limit, so it must not pad the longest samples beyond ``longest`` positions.
     """
@@ -330,10 +330,10 @@ def without_full_masks(batch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _looking_for_no_packed_samples() -> Iterator[None]:
-    """Keep transformers in the block from searching batches without a mask for packed samples."""
+def _without_search_for_packed_samples() -> Iterator[None]:
+    """In the block, keep transformers from looking for packed samples in batches that have no mask."""
     is_tracing, find = masking_utils.is_tracing, masking_utils.find_packed_sequence_indices
-    # Nothing is traced where it is called without a tensor, a mask: as transformers does by itself since 5.23.
+    # Without a tensor, which is a mask, the answer is no: as in transformers since 5.23.
     masking_utils.is_tracing = lambda tensor=None: tensor is not None and is_tracing(tensor)
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
@@ -356,4 +356,4 @@ def leave_out_full_masks(trainer: Trainer) -> None:
     """
     change_batches(trainer, without_full_masks)
     # Undone however the training ends: a later one may have packed samples.
-    during_training(trainer, _looking_for_no_packed_samples)
+    during_training(trainer, _without_search_for_packed_samples)

@@ -120,7 +120,7 @@ def _check_settings(request: SearchRequest, layers: int | None) -> None:
     settings = request.settings()
     _check_together(request, settings)
     for row in LEVERS:
-        # ``True`` allows the search to try a lever, as another order of samples, which is no setting of every arm.
+        # ``True`` only allows the search to try a lever, such as another order of samples. Arms need not have it.
         is_allowed = row.option is not None and getattr(request, row.option) is True
         if row.option is None or (row.name not in settings and not is_allowed):
             continue

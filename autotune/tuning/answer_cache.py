@@ -62,8 +62,8 @@ def look_key(device: Device, workload: Workload, work: LookWork) -> str | None:
 def prediction_key(identity: PredictionWork, workload: Workload) -> str:
     """Return the cache key of a prediction by ``autotune.worker.fake.step``.
 
-    ``identity`` is the whole question about the workload, see ``autotune.estimate.memory.Question.identity``. Of a
-    dataset only the lengths decide the memory of a step.
+    ``identity`` is all that is asked of a workload, see ``autotune.estimate.memory.Question.identity``. The model's
+    architecture counts, not its name, and of its dataset only the longest sample, which ``at_its_worst`` gives.
     """
     worst = workload.at_its_worst()
     lengths = worst.data.facts.lengths if worst.data and worst.data.facts else None

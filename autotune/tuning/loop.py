@@ -446,13 +446,13 @@ class Search:
     def _job_of(self, record: TrialRecord, effort: Effort, placement: Placement) -> TrialJob:
         """Return the job that runs a trial."""
         request, candidate, source = self._request, record.candidate, self._request.workload.source
-        # A script that gets all settings on its command line has none of its own.
-        has_own = source is not None and (source.kind == "loop" or self._prepared.model.own is not None)
+        # Their baseline runs with the settings that the code has. A script that gets all on its command line has none.
+        has_own_settings = source is not None and (source.kind == "loop" or self._prepared.model.own is not None)
         return TrialJob(
             trial_id=record.id, candidate=candidate, cap_bytes=cap_of(candidate.arm, self._prepared.ceiling),
             effort=effort, seed=request.seed, log_path=record.log_path or "", placement=placement,
             timeout_seconds=timeout_seconds(request, self._prepared.model.parameters, candidate, effort, self._history),
-            unmodified=record.stage == "baseline" and has_own,
+            unmodified=record.stage == "baseline" and has_own_settings,
         )  # fmt: skip
 
     def _handle_next_report(self) -> None:
@@ -584,8 +584,9 @@ class Search:
         """Return a candidate's outcome from a trial of earlier studies that is not reused yet; ``None`` without one."""
         if self._library is None:
             return None
-        known = {tried.process for tried in self._history.outcomes_of(candidate)}
-        return self._library.answer(candidate, effort, in_full=stage == "final", not_from=known)
+        # A reused outcome names the process that measured it.
+        reused = {tried.process for tried in self._history.outcomes_of(candidate)}
+        return self._library.answer(candidate, effort, in_full=stage == "final", not_from=reused)
 
 
 def _no_result(history: History, request: SearchRequest, stop: Stop, *, log_folder: Path) -> AutotuneError:

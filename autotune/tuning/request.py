@@ -212,7 +212,7 @@ class SearchRequest:
 
     @property
     def batches(self) -> Batches:
-        """The batches of the space. Raises ``InvalidRequestError`` where they are impossible."""
+        """The batch sizes and accumulations to search. Raises ``InvalidRequestError`` where they are impossible."""
         data = self.workload.data
         samples = data.facts.samples if data is not None and data.facts is not None else None
         tokens = self.workload.seq_len if self.effective_tokens is not None else None

@@ -402,7 +402,8 @@ def _check_read(request: SearchRequest, workload: Workload) -> None:
     assert data is not None
     assert data.facts is not None
     facts = data.facts
-    needed = request.effective_batch or request.batches.levels()[-1]
+    *_, smallest_multiple = request.batches.levels()
+    needed = request.effective_batch or smallest_multiple
     if facts.samples < needed:
         option = request.batches.option if request.effective_batch else "--batch-multiple {}".format
         counted = "samples" if facts.packed is None else "rows"

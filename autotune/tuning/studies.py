@@ -312,7 +312,10 @@ def _without_inspection(source: Document | None) -> Document | None:
 
 
 def _ignore_unknown_commit(data: Document | None, recorded: Document | None) -> Document | None:
-    """Return a dataset's record with the study's content where a hub's commit is unknown: both then compare equal."""
+    """Return ``data`` with the content of ``recorded`` where the commit of either on the hub is unknown.
+
+    ``data`` is a dataset's record, ``recorded`` the study's: they then compare equal.
+    """
     if not data or not recorded or data["kind"] != "hub" or data["source"] != recorded["source"]:
         return data
     is_known = commit_of(data["content"]) and commit_of(recorded["content"])

@@ -155,11 +155,13 @@ def _groups(compared: Sequence[Compared]) -> list[Group]:
     groups: dict[tuple[str, int | None, int], list[Compared]] = {}
     for each in compared:
         study = each.study.report.study
-        # Equal workloads have the same id. Without an effective batch, searches are grouped by their winners' batch.
+        # Equal workloads have the same id. Without an effective batch, searches are grouped by their winners' batch,
+        # which is the effective batch where there is one.
         key = study.workload_id, study.request["effective_batch"], each.best.candidate.samples_per_step
         groups.setdefault(key, []).append(each)
     made = [
         Group(
+            # The model and its data.
             "; ".join(searched_lines(members[0].study.report)[:2])
             + ("" if effective_batch else f", best at {samples} samples a step"),
             tuple(sorted(members, key=lambda each: -each.best.speed.samples_per_second)),

@@ -277,7 +277,7 @@ class FakeTraining:
         self._arm = arm
         self._chip = chip
         self.operations: Operations | None = None
-        """What the operations of the last step that ``trace`` traced compute and move."""
+        """Arithmetic and memory traffic of the step that was traced last; ``None`` before ``trace``."""
         # A mesh reads values, so it is made before tensors are fake.
         self._mesh = join_fake_ranks(arm.ranks, arm.dp_shard_size) if arm.is_sharded else None
         install_cuda_semantics(chip, padded=workload.padding > 0)

@@ -223,7 +223,7 @@ class LoopParts(Parts, Listener):
     def _training_batch(self, load: Callable[[Any], Any], batches: Any, data: Any) -> Any:
         """Return the next training batch, after the plain ones the longest. Raise ``StopIteration`` after the last."""
         if self._is_epoch_over:
-            # Another epoch begins without a validation in between.
+            # Another epoch begins without a validation in between: this ends the process.
             self.end()
         self._trained_batches += 1
         if self._trained_batches == self._plain_batches + 1:

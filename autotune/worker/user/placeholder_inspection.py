@@ -111,9 +111,11 @@ class _ScriptInspector:
         return self._facts(own_run, site, first, second)
 
     def _two_value_sets(self, batches: tuple[int, int], own_run: ScriptRun | None) -> tuple[Candidate, Candidate]:
-        """Return two sets of values with equally many samples in a step, which differ in all that can be set."""
+        """Return two sets of values that differ in all that can be set, with accumulations of 2 and 4.
+
+        The samples in a step are equally many, unless the script, as ``own_run`` shows, decides the batch itself.
+        """
         if own_run is not None and "batch" not in self._template.names:
-            # The script decides the batch itself.
             _, rows = _first_dimension(own_run)
             batches = (rows, rows)
         precision, *others = self._template.precisions or ("fp32", "bf16")
