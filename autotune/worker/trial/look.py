@@ -198,7 +198,7 @@ def prepare_look(
     step_seed: int = 0,
     most_float32_bytes: int | None = None,
 ) -> None:
-    """Set up a ``Trainer`` to call ``finish`` with the record of its first step on ``samples`` samples, before an update.
+    """Make a ``Trainer`` call ``finish`` with the record of its first step on ``samples`` samples, before its update.
 
     ``settings`` are arguments of ``autotune.training.apply``; with ``None`` it is not called. Weights become float32
     where they and their gradients then take no more than ``most_float32_bytes`` (``None``: any size), unless quantized.
