@@ -46,6 +46,8 @@ def _on_error(request: Request, error: Exception) -> Response:
             told = InvalidRequestError(f"{where or 'the request'}: {first['msg']}"[:300], "see /openapi.json")
             if first["type"] == "json_invalid":
                 told = InvalidRequestError(*_NO_JSON)
+            elif first["type"] == "missing" and not where:
+                told = InvalidRequestError("the body is empty", _NO_JSON[1])
         # FastAPI raises this for a body that is nested too deep.
         case HTTPException(status_code=400):
             told = InvalidRequestError(*_NO_JSON)
