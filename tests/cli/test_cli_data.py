@@ -152,7 +152,9 @@ def test_the_same_data_elsewhere_is_the_other_studys_own(searched: Ran, place: P
     first, second = (run_process(*OWN, *copied, folder=place) for _ in range(2))
     assert (first.code, second.code) == (0, 0), second.stderr
     assert "data    copy of it.jsonl" in first.stderr
-    assert "the study copied was finished" in second.stderr
+    # On a busy machine it may have measured what it was to reuse, and spent its trials on that.
+    goes_on = ("the study copied was finished", "continuing the study copied")
+    assert any(words in second.stderr for words in goes_on), second.stderr
     shown = run_process("show", "copied", "--storage", "s.db", folder=place).stdout
     assert "copy of it.jsonl" in shown
     assert "train.jsonl" not in shown
