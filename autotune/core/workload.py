@@ -192,7 +192,7 @@ class Workload:
 
     @property
     def sample_lengths(self) -> SampleLengths | None:
-        """Return the lengths of the samples; ``None`` where they are unknown or the data is synthetic."""
+        """The lengths of the samples; ``None`` where they are unknown or the data is synthetic."""
         if self.source is not None:
             return self.source.interface.lengths
         facts = self.data.facts if self.data is not None else None

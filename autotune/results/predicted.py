@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from autotune.core.candidate import Arm, Document
@@ -88,7 +88,7 @@ class ArmPrediction(Arm):
     @property
     def arm(self) -> Arm:
         """The configuration alone."""
-        return Arm(**{name: getattr(self, name) for name, _ in record_fields(Arm)})
+        return Arm(**{field.name: getattr(self, field.name) for field in fields(Arm)})
 
     @property
     def fitting(self) -> list[BatchDocument]:

@@ -163,12 +163,11 @@ def gpu_lines(gpu: GpuPredictionDocument, *, all_batches: bool, anatomy: bool, c
 
 def _is_no_better_than_twin(arm: ArmPrediction, arms: Sequence[ArmPrediction]) -> bool:
     """Return whether an arm with ``sync_each_batch``, which saves memory, fits only where it fits without that, too."""
-    plain = replace(arm.arm, sync_each_batch=False)
-    twins = [other for other in arms if other.arm == plain]
-    if not arm.sync_each_batch or not twins:
+    if not arm.sync_each_batch:
         return False
-    own_batches, twins_batches = ({batch_cell(batch) for batch in each.fitting} for each in (arm, twins[0]))
-    return own_batches <= twins_batches
+    plain = replace(arm.arm, sync_each_batch=False)
+    twin = next((other for other in arms if other.arm == plain), None)
+    return twin is not None and {*map(batch_cell, arm.fitting)} <= {*map(batch_cell, twin.fitting)}
 
 
 def _which_fit(arms: Sequence[ArmPrediction]) -> str:

@@ -20,7 +20,6 @@ from autotune.core.statistics import difference
 from autotune.core.units import format_deviation, format_groups, is_lopsided
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.bottleneck import Limit, describe_limit, what_limits
-from autotune.estimate.chance import Chances
 from autotune.estimate.history import Tried, batch_of, speed_of
 from autotune.estimate.pooling import Speed
 from autotune.estimate.step_time import peak_flops
@@ -87,8 +86,7 @@ def expert_of(report: Report) -> Expert | None:
     measured = {batch_of(t): t.measurement for t in plain if t.candidate.arm == candidate.arm}
     peaks = sorted((batch, each.judged_bytes(candidate.arm)) for batch, each in measured.items() if each is not None)
     times = sorted((batch, batch / each.samples_per_second) for batch, each in measured.items() if each is not None)
-    chances = Chances(report.history)
-    while (larger := _at_larger_batch(report, candidate)) is not None and not chances.rules_out(larger):
+    while (larger := _at_larger_batch(report, candidate)) is not None and report.history.ruled_out_by(larger) is None:
         batch = larger.per_device_train_batch_size
         is_predictable = len(peaks) > 1 and batch <= farthest_batch
         if is_predictable and not report.ceiling.bounds.fits(int(_extrapolated(peaks, batch))):

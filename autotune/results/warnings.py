@@ -191,6 +191,7 @@ def _ratio(report: Report, candidate: Candidate, other: Candidate) -> float | No
     """Return a candidate's speed over another's; ``None`` where this study measured only one of them, or none."""
 
     def speed_of(wanted: Candidate) -> Speed | None:
+        """Return the pooled speed of a candidate in this study."""
         speeds = (report.speed(trial) for trial in report.trials if trial.candidate == wanted)
         return next(filter(None, speeds), None)
 
