@@ -211,7 +211,7 @@ class Chances:
             return True
         if memory is None or self._predicted_bytes(candidate) is None:
             return False
-        is_unchecked = not self._ratios and not self._contradicted
+        is_unchecked = not (self._ratios or self._contradicted or memory.is_checked)
         return (is_unchecked or memory.trusted(candidate.arm)) and self.fits(candidate) <= LEAST_CHANCE
 
     def fits(self, candidate: Candidate) -> float:

@@ -1,4 +1,4 @@
-"""Decide which candidates may be tried now. Only here is a batch size or an arm ruled out.
+"""Decide which candidates may be tried now. What memory rules out is decided by ``Chances.rules_out``.
 
 Every policy asks this module, also the one that passes on what Optuna's samplers propose.
 

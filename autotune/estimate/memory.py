@@ -289,9 +289,14 @@ class MemoryModel:
             self._trusted[of_class] = any(every) and all(own or every)
         return self._trusted[of_class]
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether a trial, also one on another machine, has checked a prediction, even if it disagreed."""
+        return bool(self._agreements())
+
     def expects_a_fit(self) -> bool:
-        """Return whether a candidate is predicted to fit, or a trial has checked a prediction, even if it disagreed."""
-        return bool(self._agreements()) or any(self.likely_fits(candidate) for candidate in self._asked)
+        """Return whether a candidate is predicted to fit, or a trial has checked a prediction."""
+        return self.is_checked or any(self.likely_fits(candidate) for candidate in self._asked)
 
     def likely_fits(self, candidate: Candidate) -> bool | None:
         """Return whether the upper end of the predicted memory is under the line; ``None`` without a prediction."""

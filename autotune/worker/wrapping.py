@@ -36,7 +36,7 @@ def after(owner: Any, name: str, act: Callable[..., object]) -> None:
 
 
 def around(owner: Any, name: str, act: Callable[..., Any]) -> None:
-    """Replace a function of a class or module by ``act``, which gets the original function and the arguments."""
+    """Replace a function of a class, module or object by ``act``, which gets the original function and arguments."""
     function = getattr(owner, name)
 
     @functools.wraps(function)

@@ -360,6 +360,14 @@ def rules_out(model: MemoryModel, candidate: Candidate, *ended: tuple[Candidate,
     return Chances(history).rules_out(candidate)
 
 
+def test_a_prediction_that_another_machine_contradicted_rules_nothing_out() -> None:
+    fits, over = Candidate(Arm("bf16"), 16, 4), Candidate(Arm("bf16"), 64, 1)
+    model = model_of((fits.arm, 16, 4, 10000), (over.arm, 64, 1, 2 * LINE_MIB))
+    model.learn(fits, peak(5000))
+    assert not model.trusted(over.arm)
+    assert not Chances(History(prepared().ceiling, memory=model)).rules_out(over)
+
+
 def test_what_is_reserved_is_predicted_as_an_interval() -> None:
     plain, checkpointed = Arm("bf16"), Arm("bf16", True)
     model = model_of(
