@@ -17,6 +17,7 @@ from autotune.core.device import Device
 from autotune.core.errors import DeviceError
 from autotune.core.placement import this_host
 from autotune.core.schema import encode
+from autotune.core.signals import signals_delayed
 from autotune.devices.listing import list_devices
 from autotune.engine.work import Host, Message, Run, Work
 from autotune.execution.child_process import ChildProcess
@@ -184,7 +185,7 @@ class LocalEngine:
 
     def _start_child(self, uuid: str) -> None:
         """Start a device's process, unless the engine closes. Raises ``OSError`` where none can be started."""
-        with self._guard:
+        with self._guard, signals_delayed():
             if not self._is_closing:
                 self._children[uuid] = SearchProcess(uuid, self._on_end)
 

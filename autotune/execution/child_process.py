@@ -94,14 +94,12 @@ class ChildProcess:
     ) -> None:
         """Start the process. Its output goes to ``log``; with ``subprocess.PIPE`` it is read from ``output``.
 
-        Raises ``OSError`` where no process can be started.
+        Call it within ``signals_delayed``, and store the object there: a signal's exception could otherwise lose the
+        process. Raises ``OSError`` where no process can be started.
         """
         read_fd, write_fd = os.pipe()
-        # Made and started in two steps, so that it can be killed where a signal's exception interrupts the start.
-        self._process = Popen.__new__(Popen)
         try:
-            Popen.__init__(
-                self._process,
+            self._process = Popen(
                 [sys.executable, "-P", "-m", module, str(write_fd), *arguments],
                 stdin=PIPE,
                 stdout=log,
@@ -112,8 +110,6 @@ class ChildProcess:
             )
         except BaseException:
             os.close(read_fd)
-            if getattr(self._process, "pid", None):
-                self.kill()
             raise
         finally:
             os.close(write_fd)

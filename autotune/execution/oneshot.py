@@ -23,6 +23,7 @@ from autotune.core.placement import Placement
 from autotune.core.real_training import VARIABLE, RealTraining, Recovery
 from autotune.core.schema import decode, encode
 from autotune.core.scratch import make_scratch, private_opener
+from autotune.core.signals import signals_delayed
 from autotune.devices.nvml import current_session
 from autotune.execution.child_process import ChildProcess, server_environment, tail
 
@@ -55,13 +56,13 @@ class OneShot:
             stack.callback(scratch.remove)
             try:
                 log_path.parent.mkdir(parents=True, exist_ok=True)
-                with open(log_path, "wb", opener=private_opener) as log:
+                with open(log_path, "wb", opener=private_opener) as log, signals_delayed():
                     self._process = ChildProcess(module, log, {**environment, "TMPDIR": scratch.temporary})
+                    stack.callback(self._process.end)
             except OSError as error:
                 raise TrialServerError(
                     f"no process could be started: {error}", f"make room beside {log_path}"
                 ) from error
-            stack.callback(self._process.end)
             job = {"work": encode(work), "output_dir": scratch.output_dir}
             # Sending fails where the process ended at once; its log says why.
             self._process.send(job, time.monotonic() + _WRITE_SECONDS)

@@ -33,6 +33,7 @@ from autotune.core.pipes import wait_until_ready
 from autotune.core.placement import Placement
 from autotune.core.prediction import PredictionWork
 from autotune.core.scratch import Scratch, private_opener
+from autotune.core.signals import signals_delayed
 from autotune.core.workload import Workload
 from autotune.execution.child_process import ChildProcess, server_environment, tail
 from autotune.execution.oneshot import GpuInspection
@@ -115,7 +116,8 @@ class WarmServer:
         self._end_idle()
         variables = server_environment(placement, environment, offline=True)
         with contextlib.suppress(OSError):
-            self._idle = StartedServer(Path(os.devnull), variables, _imports_for(None, variables))
+            with signals_delayed():
+                self._idle = StartedServer(Path(os.devnull), variables, _imports_for(None, variables))
             self._idle.send({"workload": None, "is_plain": True}, time.monotonic() + LEAVE_SECONDS)
 
     def inspection(self, placement: Placement, *, convolves: bool) -> GpuInspection:
@@ -250,7 +252,8 @@ class ServerProcess:
             if on_start is not None:
                 on_start()
             try:
-                self._server = StartedServer(self.server_log, environment, imports)
+                with signals_delayed():
+                    self._server = StartedServer(self.server_log, environment, imports)
             except OSError as error:
                 raise TrialServerError(
                     f"no process for trials can be started: {error.strerror or error}", _how_to_start(error)
@@ -266,13 +269,9 @@ class ServerProcess:
         message: Document = {"workload": self.workload.document()}
         if self._was_idle:
             message["log_path"] = str(self.server_log.absolute())
-        try:
-            # As a line rather than an argument, which may not be longer than 128 KiB on Linux. Where the server ends
-            # before it has read the line, ``await_ready`` notices.
-            self.send(message, time.monotonic() + _START_SECONDS)
-        except BaseException:
-            self.close()
-            raise
+        # As a line rather than an argument, which may not be longer than 128 KiB on Linux. Where the server ends before
+        # it has read the line, ``await_ready`` notices.
+        self.send(message, time.monotonic() + _START_SECONDS)
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of the server: offline unless weights, a dataset or own code may need the network."""

@@ -71,7 +71,12 @@ class TrialServer(ServerProcess):
     def __enter__(self) -> Self:
         self._log_folder.mkdir(parents=True, exist_ok=True)
         if self._on_start is None:
-            self.start_process()
+            try:
+                self.start_process()
+            except BaseException:
+                # Such as a Ctrl-C. Without a return from here, ``__exit__`` is not called.
+                self.close()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:

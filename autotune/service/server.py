@@ -18,6 +18,7 @@ from pathlib import Path
 import uvicorn
 
 from autotune.core.errors import InvalidRequestError
+from autotune.core.signals import ending_signals
 from autotune.engine.local import LocalEngine
 from autotune.engine.work import Engine
 from autotune.service.access import OncePerMinute, limited_protocol, raise_open_files
@@ -28,7 +29,6 @@ from autotune.service.searches import Searches
 from autotune.store.engine import leave_syncing_to_checkpoints
 from autotune.store.opening import open_store
 from autotune.store.records import now
-from autotune.tuning.interruption import ending_signals
 
 # Listeners leave at the next poll; a request under way has so long to end.
 _SHUTDOWN_SECONDS = 5

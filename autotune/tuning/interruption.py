@@ -8,51 +8,23 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from autotune.core.signals import ending_signals
+
 
 @dataclass
 class Interruption:
-    """Tells a search to end: after the running trial where ``asked``, which a signal handler sets, or at once."""
+    """Tells a search to end after the running trial."""
 
     asked: bool = False
-    _is_held: bool = False
-    """Whether ending at once is delayed."""
-    _is_owed: bool = False
-    """Whether it was asked for meanwhile."""
-
-    def end_at_once(self) -> None:
-        """Raise ``KeyboardInterrupt``: now or, in a block of ``held``, at the end of the block."""
-        if not self._is_held:
-            raise KeyboardInterrupt
-        self._is_owed = True
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Delay a signal that ends the search at once until the end of the block.
-
-        Otherwise a trial might stay recorded as running although it is not, or the other way round. Where the block
-        raises an error, that error ends the search.
-        """
-        self._is_held, self._is_owed = True, False
-        try:
-            yield
-        finally:
-            self._is_held = False
-        if self._is_owed:
-            raise KeyboardInterrupt
-
-
-def ending_signals() -> list[signal.Signals]:
-    """Return the signals that ask this process to end, without SIGHUP where it is ignored, as under nohup."""
-    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+    """Whether it is to end; a signal handler sets it."""
 
 
 @contextlib.contextmanager
 def interrupted_by_signals(interruption: Interruption, note: Callable[[str], None]) -> Iterator[None]:
     """End the search after the running trial on a first Ctrl-C, and at once on a second; ignore further ones.
 
-    SIGTERM and SIGHUP, from batch systems and closing terminals, end it at once. Only the main thread may handle
-    signals; a search in another thread must be ended by its caller.
+    SIGTERM and SIGHUP, from batch systems and closing terminals, end it at once, by a ``KeyboardInterrupt``. Only the
+    main thread may handle signals; a search in another thread must be ended by its caller.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -71,7 +43,7 @@ def interrupted_by_signals(interruption: Interruption, note: Callable[[str], Non
                 note("ending after the running trial; press Ctrl-C again to end at once")
         else:
             is_ended = True
-            interruption.end_at_once()
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, on_signal) for number in ending_signals()}
     try:

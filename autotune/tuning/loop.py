@@ -21,6 +21,7 @@ from autotune.core.outcome import Completed, Effort, Failed, Outcome, OutOfMemor
 from autotune.core.placement import Placement
 from autotune.core.rehearsal import Rehearsal
 from autotune.core.schema import decode
+from autotune.core.signals import signals_delayed
 from autotune.core.units import format_bytes, format_rate, format_seconds, plural
 from autotune.devices.gpus import chip_of_device
 from autotune.estimate.gpu_time import calibrated
@@ -427,7 +428,7 @@ class Search:
         for running in self._running.values():
             free.remove(running.placement)
         placement = free[0]
-        with self._interruption.held():
+        with signals_delayed():
             self._store.start_trial(record)
             now = self._clock()
             self._running[record.id] = _Running(record, optuna_trial, placement, now, now, Progress("start"))
@@ -463,7 +464,7 @@ class Search:
             self._running[trial_id] = replace(running, progress=report, reported_at=self._clock())
             self._observer.progress(running.record.number, report)
             return
-        with self._interruption.held():
+        with signals_delayed():
             trial = self._running.pop(trial_id)
             outcome, seconds = self._plan.judged(report), self._clock() - trial.started_at
             self._store.finish_trial(trial_id, outcome, seconds)

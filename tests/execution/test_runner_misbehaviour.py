@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -404,18 +403,22 @@ def test_tail_of_a_log(tmp_path: Path, text: str, words: str) -> None:
     assert tail("/no/such/file") == ""
 
 
-def test_a_process_whose_start_is_interrupted_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C or SIGTERM may come when the process runs and the call that started it has not returned."""
+def test_a_process_whose_start_is_interrupted_is_killed(
+    monkeypatch: pytest.MonkeyPatch, cpu: Device, tmp_path: Path
+) -> None:
+    """Ctrl-C may come when the process runs and before its id is known."""
     started: list[int] = []
 
     class Interrupted(child_process.Popen):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             started.append(self.pid)
-            raise KeyboardInterrupt
+            del self.pid
+            signal.raise_signal(signal.SIGINT)
+            self.pid = started[0]
 
     monkeypatch.setattr(child_process, "Popen", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        child_process.ChildProcess("code", subprocess.DEVNULL, os.environ)
+    with pytest.raises(KeyboardInterrupt), TrialServer(cpu, tiny_workload("bert-tiny"), tmp_path):
+        pytest.fail("the signal is raised at the start")
     assert len(started) == 1
     assert not is_alive(started[0])
