@@ -27,7 +27,7 @@ def signals_delayed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[int] = []
+    arrived: list[tuple[int, FrameType | None]] = []
     is_over = False
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -35,7 +35,7 @@ def signals_delayed() -> Iterator[None]:
             # A signal's exception has ended the loop below before this handler was replaced.
             handlers[number](number, frame)
         else:
-            arrived.append(number)
+            arrived.append((number, frame))
 
     try:
         for number in handlers:
@@ -45,5 +45,6 @@ def signals_delayed() -> Iterator[None]:
         is_over = True
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in arrived:
-            signal.raise_signal(number)
+        # Not ``signal.raise_signal``: asyncio, which is told of a signal on its arrival, would be told twice.
+        for number, frame in arrived:
+            handlers[number](number, frame)

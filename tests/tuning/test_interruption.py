@@ -1,5 +1,6 @@
 """Test signals that end a search, within a block that delays them and outside of it."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -76,6 +77,19 @@ def test_blocks_can_be_nested() -> None:
     with interrupted_by_signals(Interruption(), lambda text: None), pytest.raises(KeyboardInterrupt):
         nest()
     assert done == ["kept together", "went on", "outer"]
+
+
+def test_asyncio_is_told_of_such_a_signal_once() -> None:
+    told = list[str]()
+
+    async def take_signal() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, told.append, "told")
+        hold((signal.SIGTERM,), [])
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(take_signal())
+    assert told == ["told"]
 
 
 def test_another_thread_does_not_change_the_handlers() -> None:
