@@ -5,7 +5,7 @@ Gaussian process over candidates:
 
 - its mean is the predicted step where there is one, else what precision, checkpointing, batch and levers usually do;
 - its kernel adds up what candidates have in common: the machine, the precision, checkpointing, each lever, each pair of
-  levers, what small batches cost, and a smooth function of the batch;
+  levers, and what small batches cost;
 - a trial observes the GPU's time by the share of the step in which the GPU was busy, and the host's time where the GPU
   does not limit the step. A step that the GPU fills says only that the host takes no longer.
 
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autotune.core.candidate import PRECISIONS, Arm, Candidate
+from autotune.core.outcome import Measurement
 from autotune.estimate.bottleneck import HOST_BOUND, USUAL_SHARE_IN_PASSING, share_in_passing
 from autotune.estimate.history import History, Tried
 from autotune.estimate.pooling import within_error
@@ -54,7 +55,7 @@ class Effect:
 # The host has casts to launch in autocast, and loss scaling in fp16 (five recorded landscapes, H200).
 _GPU: Mapping[str, Effect] = {
     "single": Effect(0.6, 0.15), "fp16": Effect(0.03, 0.015), "fp32": Effect(0.7, 0.35),
-    "recomputing": Effect(0.25, 0.07), "small batch": Effect(0.12, 0.08), "step": Effect(0.0, 0.1),
+    "recomputing": Effect(0.25, 0.07), "small batch": Effect(0.12, 0.08),
 }  # fmt: skip
 _HOST: Mapping[str, Effect] = {
     "half": Effect(0.15, 0.12), "fp16": Effect(0.15, 0.1), "fp32": Effect(0.0, 0.01), "recomputing": Effect(0.25, 0.07),
@@ -70,117 +71,78 @@ _PREDICTED = 0.06
 _MACHINE, _MACHINE_PREDICTED = 4.0, 0.3
 _HOST_MACHINE, _HOST_PREDICTED = 2.0, 0.35
 """Deviation of what all candidates share on a machine, for GPU and host, without and with predicted steps."""
-_SMOOTH, _OCTAVES = 0.02, 2.5
-"""Deviation of the smooth function of the batch, and over how many doublings it changes."""
 _OWN = 0.004
-"""Deviation of a candidate's own part, which neither its features nor its batch explain."""
+"""Deviation of a candidate's own part, which its effects do not explain."""
 _SURELY_NOT = 0.02
 """Where the GPU limits a step with at most this probability, the step says nothing about the GPU's time."""
 _PINNED = Effect(-0.07, 0.08)
 """Pinned to one core, host-bound steps were 0.98 to 1.3 times as fast (H200)."""
 
 
+Amounts = Mapping[str, float]
+"""How much of each named effect a candidate has: 1 for a setting."""
+
+
 @dataclass
 class Process:
-    """A Gaussian process with a linear part, given observations of some candidates.
+    """A Gaussian process that is linear in the amounts of effects, given observations of some candidates.
 
-    ``effects`` are the prior of the linear part, by the name of a feature. ``machine``, ``smooth`` and ``own`` are
-    standard deviations: of the part that all candidates share, of the smooth function of the batch, and of each
-    candidate's own part.
+    ``effects`` are its prior, by name. Each candidate also has a part of its own, which no effect explains.
     """
 
     effects: dict[str, Effect]
-    machine: float
-    smooth: float
-    own: float
-    points: list[Features] = field(default_factory=list)
+    points: list[Amounts] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     """Observed logarithms of times, less their prior means."""
     variances: list[float] = field(default_factory=list)
 
-    def observe(self, at: Features, value: float, deviation: float) -> None:
+    def observe(self, at: Amounts, value: float, deviation: float) -> None:
         """Add an observation: its value less the prior mean, and the standard deviation of its noise."""
         self.points.append(at)
         self.values.append(value)
-        self.variances.append(deviation**2)
+        self.variances.append(deviation**2 + _OWN**2)
 
-    def posterior(self, among: Sequence[Features]) -> tuple[Floats, Floats]:
+    def posterior(self, among: Sequence[Amounts]) -> tuple[Floats, Floats]:
         """Return the posterior mean, less the prior mean, and the standard deviation at each of some candidates."""
-        names = sorted({name for each in (*self.points, *among) for name in each.amounts})
-        index = {name: i for i, name in enumerate(names)}
-        deviations = np.array([self.effects[name].deviation if name in self.effects else 0.0 for name in names])
+        new, old = self._matrix(among), self._matrix(self.points)
+        cross = old @ new.T
+        solved = np.linalg.solve(old @ old.T + np.diag(self.variances), cross)
+        variances = np.sum(new**2, axis=1) - np.sum(cross * solved, axis=0)
+        return solved.T @ np.array(self.values), np.sqrt(np.maximum(variances, 0.0) + _OWN**2)
 
-        def matrix(features: Sequence[Features]) -> Floats:
-            """Return the amounts of all effects in units of their deviations, with a row for each candidate."""
-            out = np.zeros((len(features), len(names)))
-            for row, each in enumerate(features):
-                for name, amount in each.amounts.items():
-                    out[row, index[name]] = amount
-            return np.asarray(out * deviations, dtype=np.float64)
+    def _matrix(self, points: Sequence[Amounts]) -> Floats:
+        """Return the amounts of all effects in units of their deviations, with a row for each candidate."""
+        rows = [[at.get(name, 0.0) * effect.deviation for name, effect in self.effects.items()] for at in points]
+        return np.array(rows, dtype=np.float64).reshape(len(points), len(self.effects))
 
-        def smooth(one: Floats, other: Floats) -> Floats:
-            """Return the covariance of two batches, in octaves: of the machine and of the smooth function."""
-            apart = (one[:, None] - other[None, :]) / _OCTAVES
-            return np.asarray(self.machine**2 + self.smooth**2 * np.exp(-0.5 * apart**2), dtype=np.float64)
-
-        new, octaves_new = matrix(among), np.array([each.octave for each in among])
-        prior = np.sum(new**2, axis=1) + self.machine**2 + self.smooth**2 + self.own**2
-        if not self.points:
-            return np.zeros(len(among)), np.sqrt(prior)
-        old, octaves_old = matrix(self.points), np.array([each.octave for each in self.points])
-        # Equal numbers stand for the same candidate, whose own part is then the same.
-        numbers: dict[Candidate, int] = {}
-        number_old, number_new = (
-            np.array([numbers.setdefault(each.candidate, len(numbers)) for each in features])
-            for features in (self.points, among)
-        )
-        covariance = old @ old.T + smooth(octaves_old, octaves_old)
-        covariance += self.own**2 * (number_old[:, None] == number_old) + np.diag(np.array(self.variances) + 1e-9)
-        cross = old @ new.T + smooth(octaves_old, octaves_new)
-        cross += self.own**2 * (number_old[:, None] == number_new)
-        solved = np.linalg.solve(covariance, cross)
-        mean = solved.T @ np.array(self.values)
-        return mean, np.sqrt(np.maximum(prior - np.sum(cross * solved, axis=0), 1e-8))
-
-    def mean(self, features: Features) -> float:
-        """Return the prior mean: the sum of the effects of a candidate's features."""
-        return math.fsum(
-            amount * self.effects[name].mean for name, amount in features.amounts.items() if name in self.effects
-        )
-
-
-@dataclass(frozen=True)
-class Features:
-    """What a candidate may have in common with others: amounts of named effects (1 for a setting), and its batch."""
-
-    candidate: Candidate
-    amounts: Mapping[str, float]
-    octave: float
-    """Logarithm of the per-device batch, to base 2."""
+    def mean(self, at: Amounts) -> float:
+        """Return the prior mean: the sum of a candidate's effects."""
+        return math.fsum(amount * self.effects[name].mean for name, amount in at.items() if name in self.effects)
 
 
 @lru_cache(maxsize=65536)
-def features(candidate: Candidate) -> Features:
-    """Return the features of a candidate, whose names are those of the effects."""
+def features(candidate: Candidate) -> Amounts:
+    """Return the amounts of the effects that a candidate has, by name."""
     arm = candidate.arm
     amounts: dict[str, float] = {f"{name}={getattr(arm, name)}": 1.0 for name in _FURTHER if getattr(arm, name)}
-    amounts["half" if arm.precision in ("bf16", "fp16") else "single"] = 1.0
+    amounts |= {"machine": 1.0, "half" if arm.precision in ("bf16", "fp16") else "single": 1.0}
     if arm.precision in ("fp16", "fp32"):
         amounts[arm.precision] = 1.0
     if "single" in amounts and compiles(arm):
-        amounts[_COMPILED_SINGLE] = 1.0
+        amounts["compiled single"] = 1.0
     if arm.gradient_checkpointing:
         amounts["recomputing"] = 1.0
     if arm.cpu_affinity:
         amounts["pinned"] = 1.0
     amounts["small batch"] = 8 / candidate.per_device_train_batch_size
-    amounts["step"] = 8 / candidate.samples_per_step
-    levers = sorted(levers_of(arm, PRIORS))
+    levers = levers_of(arm, PRIORS)
+    # The prior of a lever that is part of another one holds for both together.
+    levers -= {BY_NAME[name].part_of for name in levers}
     amounts |= dict.fromkeys(levers, 1.0)
     # Only levers that change operations form pairs. The others combine with every lever alike.
-    changing = [name for name in levers if BY_NAME[name].operations is None]
+    changing = sorted(name for name in levers if BY_NAME[name].operations is None)
     amounts |= {f"{one} and {other}": 1.0 for one, other in combinations(changing, 2)}
-    return Features(candidate, amounts, math.log2(candidate.per_device_train_batch_size))
+    return amounts
 
 
 # Fields of an arm whose values, where set, are features of their own.
@@ -188,7 +150,7 @@ _FURTHER = ("attn_implementation", "optim", "strategy", "use_liger_kernel", "exp
 _FURTHER_EFFECT = Effect(0.0, 0.1)
 _PAIR = 0.05
 """Deviation of what two levers give together from what they give alone."""
-_COMPILED_SINGLE, _COMPILED_SINGLE_EFFECT = "compiled single", Effect(0.12, 0.12)
+_COMPILED_SINGLE = Effect(0.12, 0.12)
 """Compiling gives less in single precision, which has no casts to fuse: 0.3 less with T5-base (H200). A choice."""
 
 
@@ -197,92 +159,63 @@ class SpeedModel:
 
     def __init__(self, history: History) -> None:
         self._history = history
-        self._is_predicted = history.steps is not None
-        seen = [t for t in history.tried if t.measurement is not None and not t.measurement.allocation_retries]
-        is_busy_known = any(t.measurement.gpu_busy_share is not None for t in seen if t.measurement)
+        known = next(iter(history.steps.known()), None) if history.steps is not None else None
+        self._is_predicted = known is not None
+        seen = [(t, m) for t in history.tried if (m := t.measurement) is not None and not m.allocation_retries]
+        is_busy_known = any(measured.gpu_busy_share is not None for _, measured in seen)
         self._is_whole = len(seen) > 1 and not is_busy_known and not self._is_predicted
         """Whether a step has one time, not a GPU's and a host's: of several trials none measured the GPU's share. One
         trial does not show that, since a trial of the defaults does not measure it."""
-        self._usual_gpu = _WHOLE if self._is_whole else _GPU
-        shares = [share for t in seen if t.measurement and (share := share_in_passing(t.measurement)) is not None]
-        self._share_in_passing = shares[-1] if shares else USUAL_SHARE_IN_PASSING
-        """Share of the GPU's time in work that a compiler can fuse."""
+        shares = [share for _, measured in seen if (share := share_in_passing(measured)) is not None]
+        self._gpu, self._host = self._processes(shares[-1] if shares else USUAL_SHARE_IN_PASSING)
+        self._bases = self._bases_of(known) if known is not None else (0.0, math.log(_HOST_SECONDS))
         self._data_seconds = 0.0
         """Seconds per sample for which the last trial waited for data."""
-        self._gpu_base, self._host_base = self._bases()
-        self._gpu, self._host = self._processes()
         self._learn(seen)
 
-    def _bases(self) -> tuple[float, float]:
-        """Return the logarithms of GPU seconds per sample and host seconds per micro-step, for bf16 in large batches.
+    def _processes(self, share_in_passing: float) -> tuple[Process, Process]:
+        """Return the Gaussian processes of the GPU's and the host's time, before any observation.
 
-        They follow from a predicted step. Without one they are assumed, and ``_is_predicted`` becomes false.
+        ``share_in_passing`` is the share of the GPU's time in work that a compiler can fuse.
         """
-        known = next(iter(self._history.steps.known()), None) if self._history.steps is not None else None
-        if known is None:
-            self._is_predicted = False
-            return 0.0, math.log(_HOST_SECONDS)
-        candidate = known.candidate
-        gpu = math.log(known.gpu_seconds / candidate.samples_per_step) - _usual_effect(candidate, self._usual_gpu)
-        host = math.log(known.host_seconds / candidate.gradient_accumulation_steps) - _usual_effect(candidate, _HOST)
-        return gpu, host
-
-    def _processes(self) -> tuple[Process, Process]:
-        """Return the Gaussian processes of the GPU's and the host's time, before any observation."""
         most = _PREDICTED if self._is_predicted else math.inf
-        # The means of these effects are 0 here, since ``_prior_means`` has them already.
-        gpu_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in self._usual_gpu.items()}
-        host_effects = {name: Effect(0.0, min(effect.deviation, most)) for name, effect in _HOST.items()}
+        usual = _WHOLE if self._is_whole else _GPU
+        gpu_effects = {name: Effect(effect.mean, min(effect.deviation, most)) for name, effect in usual.items()}
+        host_effects = {name: Effect(effect.mean, min(effect.deviation, most)) for name, effect in _HOST.items()}
         if self._is_predicted:
-            gpu_effects |= {"small batch": Effect(0.0, 0.03), "step": Effect(0.0, 0.03), "fp16": Effect(0.025, 0.012)}
-            for precision in PRECISIONS:
-                for doubtful in ("not predicted", "recomputing not predicted"):
-                    gpu_effects[f"{precision} {doubtful}"] = host_effects[f"{precision} {doubtful}"] = Effect(0.0, 0.2)
+            gpu_effects["small batch"] = replace(gpu_effects["small batch"], deviation=0.03)
+        gpu, host = (_MACHINE_PREDICTED, _HOST_PREDICTED) if self._is_predicted else (_MACHINE, _HOST_MACHINE)
+        gpu_effects["machine"], host_effects["machine"] = Effect(0.0, gpu), Effect(0.0, host)
         for name, prior in PRIORS.items():
-            work = self._share_in_passing * prior.passing + (1 - self._share_in_passing) * prior.computing
+            work = share_in_passing * prior.passing + (1 - share_in_passing) * prior.computing
             # Replayed graphs leave no gaps between the kernels of a GPU-bound step.
             gpu_effects[name] = _effect_of_factor(work * (_FULL if prior.host < 0.5 else 1.0))
             host_effects[name] = _effect_of_factor(prior.host)
             if BY_NAME[name].memory == "reserved":
                 # How the allocator reserves memory makes nothing faster.
                 gpu_effects[name] = host_effects[name] = Effect(0.005, 0.002)
-        for one, other in combinations(sorted(PRIORS), 2):
-            gpu_effects[f"{one} and {other}"] = host_effects[f"{one} and {other}"] = Effect(0.0, _PAIR)
-        for part, whole in ((name, whole) for name in PRIORS if (whole := BY_NAME[name].part_of)):
-            # The prior of a part holds for the part with its whole, so their pair takes back the effect of the whole.
-            for effects in (gpu_effects, host_effects):
-                if whole in effects:
-                    name = " and ".join(sorted((part, whole)))
-                    effects[name] = Effect(-effects[whole].mean, 0.0)
         host_effects["pinned"], gpu_effects["pinned"] = _PINNED, Effect(0.0, 0.01)
-        if not self._is_whole:
-            gpu_effects[_COMPILED_SINGLE] = _COMPILED_SINGLE_EFFECT
+        gpu_effects["compiled single"] = _COMPILED_SINGLE
+        alike = {f"{one} and {other}": Effect(0.0, _PAIR) for one, other in combinations(sorted(PRIORS), 2)}
         settings = {f"{n}={v}" for t in self._history.tried for n in _FURTHER if (v := getattr(t.candidate.arm, n))}
-        for effects in (gpu_effects, host_effects):
-            effects |= dict.fromkeys(settings, _FURTHER_EFFECT)
-        gpu, host = (_MACHINE_PREDICTED, _HOST_PREDICTED) if self._is_predicted else (_MACHINE, _HOST_MACHINE)
-        # The host's time of a micro-step does not depend on the batch, so that it has no smooth function of it.
-        return Process(gpu_effects, gpu, _SMOOTH, _OWN), Process(host_effects, host, 0.0, _OWN)
+        alike |= dict.fromkeys(settings, _FURTHER_EFFECT)
+        alike |= {f"{precision} not predicted": Effect(0.0, 0.2) for precision in PRECISIONS}
+        return Process(gpu_effects | alike), Process(host_effects | alike)
 
-    def _learn(self, seen: Sequence[Tried]) -> None:
+    def _learn(self, seen: Sequence[tuple[Tried, Measurement]]) -> None:
         """Add the completed trials to both Gaussian processes."""
         # Trials that say little of the host's time come last, when the others have narrowed it down.
         unclear = []
-        for tried in seen:
-            at, measured = self._features(tried.candidate), tried.measurement
-            gpu_mean, host_mean = self._prior_means(at)
-            assert measured is not None
+        for tried, measured in seen:
+            at, gpu_mean, host_mean = self._prior(tried.candidate)
             # Waiting for data is none of the GPU's nor the host's time.
             waits = waits_for_data(measured)
             total = math.log(measured.step_seconds * (1 - waits) / tried.candidate.samples_per_step)
             self._data_seconds = measured.step_seconds * waits / tried.candidate.samples_per_step
             noise = self._noise(tried)
-            if self._is_whole:
-                self._gpu.observe(at, total - gpu_mean, noise)
-                continue
-            busy = measured.gpu_busy_share
+            busy = 1.0 if self._is_whole else measured.gpu_busy_share
             if busy is None:
-                unclear.append((at, total, noise))
+                unclear.append((tried.candidate, total, noise, False))
                 continue
             busy = min(1.0, busy / (1 - waits))
             # A GPU-bound step is busy for ``_FULL`` of it. The less the GPU is, the less its share tells of its time.
@@ -291,23 +224,19 @@ class SpeedModel:
             if busy < HOST_BOUND:
                 self._host.observe(at, total - host_mean, noise)
             else:
-                unclear.append((at, total, noise))
-        for at, total, noise in unclear:
-            is_gpu_observed = any(point is at for point in self._gpu.points)
-            self._learn_from_total(at, total, noise, is_gpu_bound=is_gpu_observed)
+                unclear.append((tried.candidate, total, noise, True))
+        for candidate, total, noise, is_gpu_bound in unclear:
+            self._learn_from_total(candidate, total, noise, is_gpu_bound=is_gpu_bound)
 
-    def _learn_from_total(self, at: Features, total: float, noise: float, *, is_gpu_bound: bool) -> None:
+    def _learn_from_total(self, candidate: Candidate, total: float, noise: float, *, is_gpu_bound: bool) -> None:
         """Add a trial that did not observe the host's time. Where it is not ``is_gpu_bound``, its limit is unknown.
 
         ``total`` is the logarithm of the seconds per sample, which are the larger of the GPU's and the host's seconds.
         ``noise`` is the standard error of ``total``.
         """
-        gpu_mean, host_mean = self._prior_means(at)
-        host, host_error = (float(v[0]) for v in self._host.posterior([at]))
-        host += host_mean
+        at, gpu_mean, host_mean = self._prior(candidate)
+        gpu, gpu_error, host, host_error = (float(each[0]) for each in self.times([candidate]))
         if not is_gpu_bound:
-            gpu, gpu_error = (float(v[0]) for v in self._gpu.posterior([at]))
-            gpu += gpu_mean
             # The likelihoods of the total if the GPU limits the step, and if the host does.
             gpu_error, wide = math.hypot(gpu_error, noise), math.hypot(host_error, noise)
             if_gpu = math.exp(-0.5 * ((total - gpu) / gpu_error) ** 2) / gpu_error
@@ -339,26 +268,26 @@ class SpeedModel:
         speed = self._history.speed(tried.candidate)
         return max(0.003, speed.log_sample_seconds.error if speed is not None else within_error(tried))
 
-    def _features(self, candidate: Candidate) -> Features:
-        """Return a candidate's features, with one more if it has no predicted step though other candidates have."""
-        at, arm = features(candidate), candidate.arm
-        if arm.checkpointed_layers is not None:
-            at = replace(at, amounts={**at.amounts, "recomputing": arm.checkpointed_layers / self._history.layers})
-        if self._is_predicted and self._predicted(candidate) is None:
-            doubtful = "recomputing not predicted" if candidate.arm.gradient_checkpointing else "not predicted"
-            return replace(at, amounts={**at.amounts, f"{candidate.arm.precision} {doubtful}": 1.0})
-        return at
+    def _bases_of(self, step: StepTime) -> tuple[float, float]:
+        """Return the logarithms of a predicted step's GPU seconds per sample and host seconds per micro-step.
 
-    def _prior_means(self, at: Features) -> tuple[float, float]:
-        """Return the prior means of the logarithms of the GPU's and of the host's seconds per sample."""
-        candidate = at.candidate
-        if (step := self._predicted(candidate)) is not None:
-            gpu = math.log(step.gpu_seconds / candidate.samples_per_step)
-            host = math.log(step.host_seconds / candidate.samples_per_step)
-        else:
-            gpu = self._gpu_base + _usual_effect(candidate, self._usual_gpu)
-            host = self._host_base + _usual_effect(candidate, _HOST) - math.log(candidate.per_device_train_batch_size)
-        return gpu + self._gpu.mean(at), host + self._host.mean(at)
+        The effects of its candidate are taken out.
+        """
+        candidate, at = step.candidate, features(step.candidate)
+        gpu = math.log(step.gpu_seconds / candidate.samples_per_step) - self._gpu.mean(at)
+        return gpu, math.log(step.host_seconds / candidate.gradient_accumulation_steps) - self._host.mean(at)
+
+    def _prior(self, candidate: Candidate) -> tuple[Amounts, float, float]:
+        """Return a candidate's effects, and the prior means of the logarithms of GPU and host seconds per sample."""
+        at, step = features(candidate), self._predicted(candidate)
+        gpu, host = self._bases_of(step) if step is not None else self._bases
+        gpu, host = gpu + self._gpu.mean(at), host + self._host.mean(at)
+        host -= math.log(candidate.samples_per_step / candidate.gradient_accumulation_steps)
+        if candidate.arm.checkpointed_layers is not None:
+            at = {**at, "recomputing": candidate.arm.checkpointed_layers / self._history.layers}
+        if self._is_predicted and step is None:
+            at = {**at, f"{candidate.arm.precision} not predicted": 1.0}
+        return at, gpu, host
 
     def _predicted(self, candidate: Candidate) -> StepTime | None:
         """Return the predicted step of the candidate without optional levers; ``None`` without a prediction."""
@@ -371,15 +300,9 @@ class SpeedModel:
 
     def times(self, among: Sequence[Candidate]) -> tuple[Floats, Floats, Floats, Floats]:
         """Return mean and deviation of the logarithm of seconds per sample, of the GPU and then of the host."""
-        at = [self._features(candidate) for candidate in among]
-        means = np.array([self._prior_means(each) for each in at]).reshape(-1, 2)
-        gpu, gpu_error = self._gpu.posterior(at)
-        gpu = gpu + means[:, 0]
-        if self._is_whole:
-            # The one time of a step is kept as the GPU's. The host's is so much shorter that it never limits.
-            return gpu, gpu_error, gpu - 10.0, gpu_error
-        host, host_error = self._host.posterior(at)
-        return gpu, gpu_error, host + means[:, 1], host_error
+        at, gpu_means, host_means = zip(*map(self._prior, among), strict=True)
+        (gpu, gpu_error), (host, host_error) = self._gpu.posterior(at), self._host.posterior(at)
+        return gpu + np.array(gpu_means), gpu_error, host + np.array(host_means), host_error
 
     def expected(self, among: Sequence[Candidate], best: float) -> tuple[Floats, Floats]:
         """Return the expected improvement of candidates over a speed, and their expected seconds, in logarithms.
@@ -392,8 +315,9 @@ class SpeedModel:
         # The integral over all faster times of the probability that both GPU and host take no longer.
         times = limit - 3 * np.linspace(0, 1, 80) ** 2
         step = np.log(np.maximum(np.exp(times) - self._data_seconds, 1e-300))
-        both = _normal_cdf_of_each((step[None, :] - gpu[:, None]) / gpu_error[:, None])
-        both *= _normal_cdf_of_each((step[None, :] - host[:, None]) / host_error[:, None])
+        cdf = np.vectorize(normal_cdf, otypes=[np.float64])
+        both: Floats = cdf((step[None, :] - gpu[:, None]) / gpu_error[:, None])
+        both *= cdf((step[None, :] - host[:, None]) / host_error[:, None])
         widths = -np.diff(times)
         gains: Floats = np.sum((both[:, :-1] + both[:, 1:]) / 2 * widths, axis=1)
         return gains, np.maximum(gpu, host)
@@ -434,22 +358,7 @@ def normal_cdf(z: float) -> float:
     return 0.5 * math.erfc(-z / math.sqrt(2))
 
 
-def _usual_effect(candidate: Candidate, effects: Mapping[str, Effect]) -> float:
-    """Return the usual log effect of a candidate's features, relative to bf16 in large batches."""
-    amounts = features(candidate).amounts
-    return math.fsum(amount * effects[name].mean for name, amount in amounts.items() if name in effects)
-
-
 def _effect_of_factor(factor: float) -> Effect:
     """Return the effect of a factor on a time. The farther the factor is from 1, the less sure it is."""
     mean = math.log(factor)
     return Effect(mean, 0.02 + 0.4 * abs(mean))
-
-
-def _normal_cdf_of_each(z: Floats) -> Floats:
-    """Return the standard normal distribution function (Abramowitz and Stegun 26.2.17; its error is below 1e-7)."""
-    t = 1 / (1 + 0.2316419 * np.abs(z))
-    tail = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
-    tail = tail * t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
-    out: Floats = np.where(z > 0, 1 - tail, tail)
-    return out
