@@ -73,8 +73,9 @@ _HOST_MACHINE, _HOST_PREDICTED = 2.0, 0.35
 """Deviation of what all candidates share on a machine, for GPU and host, without and with predicted steps."""
 _OWN = 0.004
 """Deviation of a candidate's own part, which its effects do not explain."""
-_SURELY_NOT = 0.02
-"""Where the GPU limits a step with at most this probability, the step says nothing about the GPU's time."""
+_FAR_DEVIATIONS = 2.0
+"""A step whose limit was not measured is host-bound where it takes longer than the GPU is expected to by so many
+deviations. A choice."""
 _PINNED = Effect(-0.07, 0.08)
 """Pinned to one core, host-bound steps were 0.98 to 1.3 times as fast (H200)."""
 
@@ -204,64 +205,31 @@ class SpeedModel:
 
     def _learn(self, seen: Sequence[tuple[Tried, Measurement]]) -> None:
         """Add the completed trials to both Gaussian processes."""
-        # Trials that say little of the host's time come last, when the others have narrowed it down.
-        unclear = []
+        steps: list[tuple[Candidate, float, float, float | None]] = []
         for tried, measured in seen:
-            at, gpu_mean, host_mean = self._prior(tried.candidate)
             # Waiting for data is none of the GPU's nor the host's time.
             waits = waits_for_data(measured)
             total = math.log(measured.step_seconds * (1 - waits) / tried.candidate.samples_per_step)
             self._data_seconds = measured.step_seconds * waits / tried.candidate.samples_per_step
-            noise = self._noise(tried)
             busy = 1.0 if self._is_whole else measured.gpu_busy_share
+            busy = min(1.0, busy / (1 - waits)) if busy is not None else None
+            steps.append((tried.candidate, total, self._noise(tried), busy))
+        # Trials that say little of the host's time come last, when the others have narrowed it down.
+        for candidate, total, noise, busy in sorted(steps, key=lambda step: math.inf if step[3] is None else step[3]):
+            at, gpu_mean, host_mean = self._prior(candidate)
+            gpu, gpu_error, host, host_error = (float(each[0]) for each in self.times([candidate]))
             if busy is None:
-                unclear.append((tried.candidate, total, noise, False))
-                continue
-            busy = min(1.0, busy / (1 - waits))
-            # A GPU-bound step is busy for ``_FULL`` of it. The less the GPU is, the less its share tells of its time.
-            gpu_share = min(1.0, busy / _FULL)
-            self._gpu.observe(at, total + math.log(gpu_share) - gpu_mean, math.hypot(noise, 0.2 * (1 - gpu_share)))
+                # What takes far longer than is expected of the GPU waits for the host, and says nothing of the GPU.
+                busy = 1.0 if total < gpu + _FAR_DEVIATIONS * gpu_error else 0.0
+            if busy > 0:
+                # A GPU-bound step is busy for ``_FULL`` of it. The less it is, the less its share tells of its time.
+                share = min(1.0, busy / _FULL)
+                self._gpu.observe(at, total + math.log(share) - gpu_mean, math.hypot(noise, 0.2 * (1 - share)))
             if busy < HOST_BOUND:
                 self._host.observe(at, total - host_mean, noise)
-            else:
-                unclear.append((tried.candidate, total, noise, True))
-        for candidate, total, noise, is_gpu_bound in unclear:
-            self._learn_from_total(candidate, total, noise, is_gpu_bound=is_gpu_bound)
-
-    def _learn_from_total(self, candidate: Candidate, total: float, noise: float, *, is_gpu_bound: bool) -> None:
-        """Add a trial that did not observe the host's time. Where it is not ``is_gpu_bound``, its limit is unknown.
-
-        ``total`` is the logarithm of the seconds per sample, which are the larger of the GPU's and the host's seconds.
-        ``noise`` is the standard error of ``total``.
-        """
-        at, gpu_mean, host_mean = self._prior(candidate)
-        gpu, gpu_error, host, host_error = (float(each[0]) for each in self.times([candidate]))
-        if not is_gpu_bound:
-            # The likelihoods of the total if the GPU limits the step, and if the host does.
-            gpu_error, wide = math.hypot(gpu_error, noise), math.hypot(host_error, noise)
-            if_gpu = math.exp(-0.5 * ((total - gpu) / gpu_error) ** 2) / gpu_error
-            if_gpu *= normal_cdf((total - host) / host_error)
-            if_host = math.exp(-0.5 * ((total - host) / wide) ** 2) / wide * normal_cdf((total - gpu) / gpu_error)
-            gpu_chance = if_gpu / (if_gpu + if_host) if if_gpu + if_host > 0 else 0.5
-            # The less likely one of the two limits the step, the noisier its observation.
-            if gpu_chance > _SURELY_NOT:
-                self._gpu.observe(at, total - gpu_mean, noise + 1 - gpu_chance)
-            if gpu_chance < 0.5:
-                self._host.observe(at, total - host_mean, noise + gpu_chance)
-                return
-        bound = (total - host) / host_error
-        if bound > 4:
-            # So far above the expected host time, the total says nothing about it.
-            return
-        # The host's time is below the step's: a truncated normal distribution, by its first two moments.
-        hazard = math.exp(-0.5 * bound**2) / math.sqrt(2 * math.pi) / normal_cdf(bound) if bound > -6 else -bound
-        mean = host - host_error * hazard
-        variance = max(1e-4 * host_error**2, host_error**2 * (1 - bound * hazard - hazard**2))
-        # The observation that turns what is known into this distribution.
-        precision = 1 / variance - 1 / host_error**2
-        if precision > 0:
-            value = (mean / variance - host / host_error**2) / precision
-            self._host.observe(at, value - host_mean, math.sqrt(1 / precision))
+            elif host > total:
+                # The host takes no longer than the step. This is nearly what a normal distribution is below a limit.
+                self._host.observe(at, total - host_error - host_mean, host_error / 2)
 
     def _noise(self, tried: Tried) -> float:
         """Return the relative standard error of a candidate's measured time, at least 0.3 %."""
