@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -82,14 +82,9 @@ class MaxBatchPolicy(Policy):
     def _next_of(self, arm: Arm, multiple: int, history: History, judge: Judge) -> Candidate | None:
         """Return the batch of an arm to try next, as a candidate; ``None`` where none above the largest is left."""
         largest = history.largest(t.candidate for t in history.tried if self._space.contains(t.candidate))
-        batches = self._space.batches
-        every: Sequence[int] = range(multiple, batches.most + 1, multiple)
-        if batches.effective_batch is not None or batches.only is not None:
-            every = batches.at_level(multiple)
-        above = every[bisect_right(every, batch_of(largest) if largest else 0) :]
-        chances = Chances(history)
-        # How many likely run and fit. Negated, the probabilities ascend with the batch, as ``bisect`` wants it.
-        count = bisect_right(above, -_LIKELY, key=lambda batch: -chances.chance(self._space.candidate(arm, batch)))
+        batches, chances = _ladder(self._space, multiple), Chances(history)
+        above = batches[bisect_right(batches, batch_of(largest) if largest else 0) :]
+        count = _how_many(self._space, arm, above, chances.chance, _LIKELY)
         # A batch that failed or is under way says nothing about memory, so that a neighbour is tried in its place.
         for offset in (0, 1, -1, 2, -2):
             index = max(0, count - 1) + offset
@@ -99,6 +94,22 @@ class MaxBatchPolicy(Policy):
             if judge.is_open(candidate) and chances.runs(candidate) > LEAST_CHANCE:
                 return candidate
         return None
+
+
+def _ladder(space: Space, multiple: int) -> Sequence[int]:
+    """Return the batches at a multiple, ascending; of a free batch all that there are, not only the first to try."""
+    batches = space.batches
+    if batches.effective_batch is None and batches.only is None:
+        return range(multiple, batches.most + 1, multiple)
+    return batches.at_level(multiple)
+
+
+def _how_many(
+    space: Space, arm: Arm, batches: Sequence[int], chance_of: Callable[[Candidate], float], least: float
+) -> int:
+    """Return how many of ascending batches have at least this probability for an arm, which falls with the batch."""
+    # ``bisect`` wants keys that ascend, as negated probabilities do.
+    return bisect_right(batches, -least, key=lambda batch: -chance_of(space.candidate(arm, batch)))
 
 
 _LEAST_GAIN = 0.0015
@@ -156,26 +167,14 @@ class Acquisition(Policy):
 
     def _grid(self, history: History, space: Space, multiple: int) -> list[Candidate]:
         """Return each arm at each batch of a multiple; without an effective batch, also at the largest that fit."""
-        batches, chances = set(space.batches.at_level(multiple)), Chances(history)
-        is_free = space.batches.effective_batch is None and multiple == space.batches.levels()[0]
-        every = range(multiple, space.batches.most + 1, multiple)
-        found = []
+        batches, chances, found = _ladder(space, multiple), Chances(history), list[Candidate]()
         for arm in space.arms:
-            among = batches
-            if is_free and space.batches.only is None:
-                among = batches | _largest_that_fit(space, arm, every, chances)
-            found += [space.candidate(arm, batch) for batch in sorted(among) if space.batches.valid(batch)]
+            among = set(space.batches.at_level(multiple))
+            if multiple == space.batches.levels()[0]:
+                counts = [_how_many(space, arm, batches, chances.fits, least) for least in (_LIKELY, _SURELY)]
+                among |= {batches[count - 1] for count in counts if 0 < count < len(batches)}
+            found += [space.candidate(arm, batch) for batch in sorted(among)]
         return found
-
-
-def _largest_that_fit(space: Space, arm: Arm, batches: Sequence[int], chances: Chances) -> set[int]:
-    """Return the largest of ascending batches that likely fits an arm, and the largest that surely does, if any."""
-    # ``bisect`` wants keys that ascend, as negated probabilities do.
-    counts = [
-        bisect_right(batches, -chance, key=lambda batch: -chances.fits(space.candidate(arm, batch)))
-        for chance in (_LIKELY, _SURELY)
-    ]
-    return {batches[count - 1] for count in counts if 0 < count < len(batches)}
 
 
 def worth(
@@ -225,14 +224,8 @@ def is_beaten(history: History, candidate: Candidate) -> bool:
     which it need not do for an arm with less memory.
     """
     faster, batch = never_slower(candidate.arm), candidate.per_device_train_batch_size
-    if any(each.arm in faster and each.per_device_train_batch_size >= batch for each in history.pending):
-        return True
-    return any(
-        t.candidate.arm in faster
-        and t.candidate.per_device_train_batch_size >= batch
-        and not (t.measurement and t.measurement.allocation_retries)
-        for t in history.believed()
-    )
+    ran = [t.candidate for t in history.believed() if not (t.measurement and t.measurement.allocation_retries)]
+    return any(each.arm in faster and each.per_device_train_batch_size >= batch for each in (*history.pending, *ran))
 
 
 def pinned(space: Space, history: History, best: Tried) -> Candidate | None:
@@ -279,11 +272,11 @@ def to_measure_again(
     if winner is None:
         return []
     rivals = _rivals(history, winner, among) if tells_apart else []
-    contenders = [winner.candidate, *rivals] if rivals else []
+    due = dict.fromkeys([winner.candidate, *rivals], _MOST_PROCESSES)
+    if not rivals:
+        due[winner.candidate] = _processes(history, winner, share)
     # Failed trials count as well, so that a failing candidate is not repeated forever.
-    owed = [candidate for candidate in contenders if history.attempts(candidate) < _MOST_PROCESSES]
-    if not owed and history.attempts(winner.candidate) < _processes(history, winner, share):
-        return [winner.candidate]
+    owed = [candidate for candidate, processes in due.items() if history.attempts(candidate) < processes]
     return sorted(owed, key=history.attempts)
 
 
