@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, product
+from itertools import chain, combinations
 from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
@@ -37,112 +37,57 @@ A choice."""
 _UNCHECKED_RIGHT, _RIGHT_IF_NOTHING_FITS = 1 - LEAST_CHANCE, 0.9
 """How likely predictions are right before a trial checked one: so likely that a candidate far over the line waits.
 Where nothing is predicted to fit it does not, since who begins a search expects that something fits. Choices."""
-_SHARES = (0.003, 0.02, 0.1, 0.25, 0.4, 0.6, 0.8, 0.95)
-"""Hypotheses on the share of a peak that grows with the batch, equally likely, where one batch was measured."""
-_FACTORS = (0.4, 0.65, 1.0, 1.5)
-"""Hypotheses on the memory of a sample of another memory class, over what is usual, equally likely."""
+_SMALL_SHARES = 0.6
+"""Where one batch was measured: less than x of its peak grows with the batch with probability x to this power."""
 _ANYWHERE = 0.02
-"""Weight of the hypothesis that peaks grow in none of these ways. A choice."""
+"""Weight of the case that a peak grows in no such way. A choice."""
 _USUAL_BATCH, _BELOW_OVER = 64.0, 0.3
 """The batch that fits with probability 1/2: where nothing is known, and as a share of one that did not fit. Choices."""
 
 
 @dataclass(frozen=True)
 class _Peaks:
-    """Hypotheses on how the peak memory of a memory class (arms that need the same memory) grows with the batch.
+    """How the peak memory of a memory class (arms that need the same memory) grows with the batch.
 
-    By each, the peak is ``measured peak × (1 - share + share × factor × batch / measured_batch)``.
+    The peak is ``measured peak × (1 + share × (batch / measured_batch - 1))``.
     """
 
-    fitting: int
-    """The largest batch that fits; 0 where none is known to fit."""
-    over: int | None
-    """The smallest batch that does not; ``None`` where none is known."""
-    measured_batch: int
-    """A measured batch; 0 where none was."""
-    log_bytes: float = 0.0
-    """Logarithm of the peak at ``measured_batch``."""
-    measured_share: float | None = None
-    """Share of that peak that grows with the batch, where two batches were measured."""
-    factor: float = 1.0
-    """The part that grows with the batch, over that of the class in which it was measured; 1 in the class itself."""
-    even_batch: float = _USUAL_BATCH
-    """The batch that fits with probability 1/2, where none was measured."""
-    octaves: float = 0.0
-    """How many times the batch doubled between the smallest and the largest that were measured in the class."""
+    room: float
+    """By which share of the measured peak the line is above it."""
+    measured_batch: float
+    """The batch of that peak; of another class's, the batch whose activations are about as large here."""
+    share: float | None = None
+    """The share of that peak that grows with the batch; ``None`` unless two batches of the class were measured."""
 
     @classmethod
-    def of(cls, history: History, candidate: Candidate) -> _Peaks:
-        """Return the hypotheses on a candidate's peak memory, from the trials of its memory class."""
-        own, accumulates = memory_class(candidate.arm), candidate.accumulates
-        batch = candidate.per_device_train_batch_size
-        over = history.smallest_over(candidate.arm, accumulates=accumulates)
-        measured = [t for t in history.tried if t.measurement]
-        fits = [
-            t.candidate.per_device_train_batch_size
-            for t in history.believed()
-            if needs_at_least(memory_class(t.candidate.arm), own) and t.candidate.accumulates >= accumulates
-        ]
-        fitting = max(fits, default=0)
+    def of(cls, history: History, candidate: Candidate) -> _Peaks | None:
+        """Return how the peak of a candidate's memory class grows; ``None`` where no trial has a peak."""
+        own, batch = memory_class(candidate.arm), candidate.per_device_train_batch_size
+        line_bytes, measured = history.ceiling.line_bytes, [t for t in history.tried if t.measurement]
         own_peaks = {
-            t.candidate.per_device_train_batch_size: _peak_bytes(t)
+            batch_of(t): _peak_bytes(t)
             for t in measured
-            if memory_class(t.candidate.arm) == own and t.candidate.accumulates == accumulates
+            if memory_class(t.candidate.arm) == own and t.candidate.accumulates == candidate.accumulates
         }
         # Two batches that hardly differ do not show how the peak grows.
         if smaller := [b for b in own_peaks if b <= 0.75 * max(own_peaks)]:
             top = max(own_peaks)
-            bytes_per_sample = max(0.0, (own_peaks[top] - own_peaks[max(smaller)]) / (top - max(smaller)))
-            share = min(1.0, bytes_per_sample * top / own_peaks[top])
-            octaves = math.log2(top / min(own_peaks))
-            return cls(fitting, over, top, math.log(own_peaks[top]), measured_share=share, octaves=octaves)
-        if not measured:
-            # Batches that did not fit in any class, converted to this one by the size of activations.
-            batches_over = [
-                t.candidate.per_device_train_batch_size * _activations(t.candidate.arm) / _activations(own)
-                for t in history.tried
-                if history.is_over(t)
-            ]
-            even_batch = min(batches_over, default=_USUAL_BATCH / _BELOW_OVER) * _BELOW_OVER
-            return cls(fitting, over, 0, even_batch=even_batch)
+            share = (1 - own_peaks[max(smaller)] / own_peaks[top]) / (1 - max(smaller) / top)
+            return cls(line_bytes / own_peaks[top] - 1, top, min(1.0, max(0.0, share)))
+        peaks = {_activations(t.candidate) / _activations(candidate) * batch: _peak_bytes(t) for t in measured}
+        nearest = min(peaks, key=lambda at: abs(math.log2(at / batch)), default=None)
+        return None if nearest is None else cls(line_bytes / peaks[nearest] - 1, nearest)
 
-        def distance(tried: Tried) -> float:
-            """Return how different a trial's activations and batch are from the candidate's."""
-            factor = abs(math.log2(_activations(tried.candidate.arm) / _activations(own)))
-            return factor + abs(math.log2(batch / tried.candidate.per_device_train_batch_size))
-
-        nearest = min(measured, key=distance)
-        factor = _activations(own) / _activations(nearest.candidate.arm)
-        return cls(fitting, over, batch_of(nearest), math.log(_peak_bytes(nearest)), factor=factor)
-
-    def fits(self, batch: int, line: float) -> float:
-        """Return the probability that the peak at a batch is under the line, given as the logarithm of its bytes."""
-        if batch <= self.fitting:
-            return 0.99
-        if self.over is not None and batch >= self.over:
-            return 0.0
-        if not self.measured_batch:
-            return 1 / (1 + batch / self.even_batch)
-
-        def under(at: int, share: float, factor: float) -> float:
-            """Return the probability that the peak at batch ``at`` is under the line, by one hypothesis."""
-            times = 1 - share + share * factor * at / self.measured_batch
-            # The wider the batches that were measured, the farther they tell.
-            doubt = 0.005 + 0.05 * abs(math.log2(at / self.measured_batch)) / (1 + self.octaves)
-            return normal_cdf((line - self.log_bytes - math.log(max(1e-3, times))) / doubt)
-
-        # If no hypothesis holds, the boundary is anywhere between what fits and what does not.
-        anywhere = 0.5 if self.over is None else (self.over - batch) / (self.over - self.fitting)
-        shares = _SHARES if self.measured_share is None else (self.measured_share,)
-        factors = [self.factor * f for f in _FACTORS] if self.factor != 1.0 else [1.0]
-        # Of each hypothesis counts what agrees with the trials: ``fitting`` is under the line, and ``over`` is not.
-        total = likely = 1e-9
-        for share, factor in product(shares, factors):
-            most = under(self.fitting, share, factor) if self.fitting else 1.0
-            least = under(self.over, share, factor) if self.over else 0.0
-            total += max(0.0, most - least) + _ANYWHERE
-            likely += max(0.0, under(batch, share, factor) - least) + _ANYWHERE * anywhere
-        return likely / total
+    def fits(self, batch: int) -> float:
+        """Return the probability that the peak at a batch is under the line."""
+        growth = batch / self.measured_batch - 1
+        if self.share is not None:
+            doubt = 0.005 + 0.016 * abs(math.log2(batch / self.measured_batch))
+            return normal_cdf((math.log1p(self.room) - math.log(max(1e-3, 1 + self.share * growth))) / doubt)
+        if growth * self.room <= 0:
+            return float(self.room >= growth)
+        is_less = min(1.0, self.room / growth) ** _SMALL_SHARES
+        return is_less if growth > 0 else 1 - is_less
 
 
 def _peak_bytes(tried: Tried) -> int:
@@ -158,9 +103,11 @@ def _doubt(arm: Arm) -> float:
     return _RIGHT * (1.5 if arm.gradient_checkpointing else 1.0)
 
 
-def _activations(arm: Arm) -> float:
-    """Return a rough size of a sample's activations relative to 16 bits, to compare arms."""
-    return (1.0 if arm.precision in HALF else 1.6) * (0.3 if arm.gradient_checkpointing else 1.0)
+def _activations(candidate: Candidate) -> float:
+    """Return a rough size of a micro-batch's activations, relative to a sample's in 16 bits."""
+    arm = candidate.arm
+    a_sample = (1.0 if arm.precision in HALF else 1.6) * (0.3 if arm.gradient_checkpointing else 1.0)
+    return candidate.per_device_train_batch_size * a_sample
 
 
 class Chances:
@@ -333,8 +280,28 @@ class Chances:
         return right * under(0.005, _doubt(arm)) + (1 - right) * self._by_peaks(candidate)
 
     def _by_peaks(self, candidate: Candidate) -> float:
-        """Return the probability to fit from measured peaks of similar trials."""
-        return _Peaks.of(self._history, candidate).fits(candidate.per_device_train_batch_size, self._line)
+        """Return the probability to fit from measured peaks of similar trials, and from batches that did not fit."""
+        history, own, batch = self._history, memory_class(candidate.arm), candidate.per_device_train_batch_size
+        fits = [
+            batch_of(t)
+            for t in history.believed()
+            if needs_at_least(memory_class(t.candidate.arm), own) and t.candidate.accumulates >= candidate.accumulates
+        ]
+        fitting = max(fits, default=0)
+        if batch <= fitting:
+            return 0.99
+        peaks = _Peaks.of(history, candidate)
+        if peaks is None:
+            sizes = [_activations(t.candidate) / _activations(candidate) for t in history.tried if history.is_over(t)]
+            # Where nothing is known, a usual batch fits with probability 1/2, else a part of what did not fit.
+            even = min(sizes) * _BELOW_OVER if sizes else _USUAL_BATCH / batch
+            return 1 / (1 + 1 / even)
+        over = history.smallest_over(candidate.arm, accumulates=candidate.accumulates)
+        most = peaks.fits(fitting) if fitting else 1.0
+        least = peaks.fits(over) if over else 0.0
+        # A peak that grows in no such way reaches the line anywhere between what fits and what does not.
+        anywhere = _ANYWHERE * (0.5 if over is None else (over - batch) / (over - fitting))
+        return (max(0.0, peaks.fits(batch) - least) + anywhere) / (max(0.0, most - least) + _ANYWHERE)
 
     # Failures
 
