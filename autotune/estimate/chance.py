@@ -9,7 +9,7 @@ from itertools import chain, combinations
 from statistics import fmean
 
 from autotune.core.candidate import Arm, Candidate
-from autotune.core.outcome import Failed, OutOfMemory
+from autotune.core.outcome import Failed
 from autotune.estimate.history import History, Tried, batch_of, failed_without_verdict
 from autotune.estimate.speed_model import normal_cdf
 from autotune.space.arms import levers_of, memory_class, needs_at_least, without
@@ -23,9 +23,9 @@ _COMPILED_KEEPS = 0.7
 H200, 23 November 2026)."""
 _EXPANDED, _EXPANDED_DOUBT = 0.02, 0.012
 """What is reserved beyond what is allocated where segments expand, and its deviation: 0.003 to 0.045 (H200)."""
-_RIGHT, _NEAR, _DISTRUSTED = 0.02, 0.05, 0.2
-"""Deviation of the logarithm of a measured peak from its prediction: where no peak disagreed, where one of its memory
-class did, and where another did or a trial ran out of memory unexpectedly."""
+_RIGHT, _DISTRUSTED = 0.02, 0.2
+"""Deviation of the logarithm of a measured peak from its prediction: where no peak disagreed, and where one did or a
+trial ran out of memory unexpectedly."""
 _RANKS = 0.008
 """The same of several ranks under DDP and FSDP (62 peaks of four models, two H200, studies/peak_memory.py)."""
 _UNTRACED = 0.1
@@ -34,9 +34,8 @@ LEAST_CHANCE = 0.03
 """As long as others are left, a candidate waits that is less likely to run, or to fit where nothing fitted yet. An arm
 whose batch was halved after each of three failures is below it: they reach batches that are small enough for a kernel.
 A choice."""
-_UNCHECKED_RIGHT, _RIGHT_IF_NOTHING_FITS = 1 - LEAST_CHANCE, 0.9
-"""How likely predictions are right before a trial checked one: so likely that a candidate far over the line waits.
-Where nothing is predicted to fit it does not, since who begins a search expects that something fits. Choices."""
+_UNCHECKED_RIGHT = 1 - LEAST_CHANCE
+"""How likely predictions are right before a trial checked one: so likely that a candidate far over the line waits."""
 _SMALL_SHARES = 0.6
 """Where one batch was measured: less than x of its peak grows with the batch with probability x to this power."""
 _ANYWHERE = 0.02
@@ -117,19 +116,12 @@ class Chances:
         self._history = history
         self._line = math.log(history.ceiling.line_bytes)
         self._fits: dict[tuple[Arm, bool, int], float] = {}
-        self._expects_a_fit = history.memory is not None and history.memory.expects_a_fit()
         self._ratios = [
             (memory_class(t.candidate.arm), math.log(t.measurement.judged_bytes(t.candidate.arm) / p))
             for t in history.tried
             if t.measurement and (p := self._predicted_bytes(t.candidate))
         ]
         """Memory class of each measured trial, with the logarithm of its measured over its predicted peak."""
-        self._contradicted = any(
-            (p := self._predicted_bytes(t.candidate)) and math.log(p) < self._line - 2 * _NEAR
-            for t in history.tried
-            if isinstance(t.outcome, OutOfMemory) and history.is_over(t)
-        )
-        """Whether a trial ran out of memory although its predicted peak was well under the line."""
         self._proven = {n for t in history.tried if t.measurement for n in _may_break(t.candidate.arm)}
         self._broken_levers = self._weigh_broken_levers()
         self._failures: dict[Arm, list[int]] = {}
@@ -158,8 +150,7 @@ class Chances:
             return True
         if memory is None or self._predicted_bytes(candidate) is None:
             return False
-        is_unchecked = not (self._ratios or self._contradicted or memory.is_checked)
-        return (is_unchecked or memory.trusted(candidate.arm)) and self.fits(candidate) <= LEAST_CHANCE
+        return (not memory.is_checked or memory.trusted(candidate.arm)) and self.fits(candidate) <= LEAST_CHANCE
 
     def fits(self, candidate: Candidate) -> float:
         """Return the probability that a candidate's peak memory stays under the line."""
@@ -254,30 +245,23 @@ class Chances:
         """
         memory, arm = self._history.memory, candidate.arm
         assert memory is not None
-        room = self._line - predicted
+        own = [ratio for kind, ratio in self._ratios if kind == memory_class(arm)]
+        alike = [ratio for kind, ratio in self._ratios if kind.torch_compile == arm.torch_compile]
+        mean = fmean(own or alike or [ratio for _, ratio in self._ratios] or [0.005])
+        right, width = 1.0, _doubt(arm)
+        if not own and levers_of(arm, PRIORS) and self._ratios:
+            # Untraced levers add a doubt of their own.
+            width = _UNTRACED * (1.0 if arm.torch_compile and not alike else 0.4)
+        elif not memory.is_checked:
+            right = _UNCHECKED_RIGHT
+        elif not memory.trusted(arm):
+            right, width = 0.5, _DISTRUSTED
         ran_out = self._history.over_with_no_more(arm, accumulates=candidate.accumulates)
         rooms = [self._line - math.log(p) for t in ran_out if (p := self._predicted_bytes(t.candidate))]
-
-        def under(mean: float, width: float) -> float:
-            """Return the probability to fit, where log(measured / predicted peak) has this mean and deviation."""
-            # The line is below each peak that ran out of memory: what would fit even so is no longer possible.
-            least = normal_cdf((max(rooms) - mean) / width) if rooms else 0.0
-            return max(0.0, normal_cdf((room - mean) / width) - least) / (1.0 - least + 1e-9)
-
-        own = [ratio for kind, ratio in self._ratios if kind == memory_class(arm)]
-        alike = own or [ratio for kind, ratio in self._ratios if kind.torch_compile == arm.torch_compile]
-        if not own and levers_of(arm, PRIORS) and (alike or self._ratios):
-            # Untraced levers add a doubt of their own.
-            doubt = _UNTRACED * (1.0 if arm.torch_compile and not alike else 0.4)
-            return under(fmean(alike or [ratio for _, ratio in self._ratios]), doubt)
-        if memory.trusted(arm):
-            return under(fmean(own) if own else 0.005, _doubt(arm))
-        if ratios := own or [ratio for _, ratio in self._ratios]:
-            return self._by_peaks(candidate) * 0.5 + 0.5 * under(fmean(ratios), _NEAR if own else _DISTRUSTED)
-        if self._contradicted:
-            return self._by_peaks(candidate) * min(1.0, 0.3 + under(0.7, _DISTRUSTED))
-        right = _UNCHECKED_RIGHT if self._expects_a_fit else _RIGHT_IF_NOTHING_FITS
-        return right * under(0.005, _doubt(arm)) + (1 - right) * self._by_peaks(candidate)
+        # The line is below each peak that ran out of memory: what would fit even so is no longer possible.
+        least = normal_cdf((max(rooms) - mean) / width) if rooms else 0.0
+        fits = max(0.0, normal_cdf((self._line - predicted - mean) / width) - least) / (1.0 - least + 1e-9)
+        return right * fits + (1 - right) * self._by_peaks(candidate)
 
     def _by_peaks(self, candidate: Candidate) -> float:
         """Return the probability to fit from measured peaks of similar trials, and from batches that did not fit."""
@@ -293,9 +277,9 @@ class Chances:
         peaks = _Peaks.of(history, candidate)
         if peaks is None:
             sizes = [_activations(t.candidate) / _activations(candidate) for t in history.tried if history.is_over(t)]
-            # Where nothing is known, a usual batch fits with probability 1/2, else a part of what did not fit.
-            even = min(sizes) * _BELOW_OVER if sizes else _USUAL_BATCH / batch
-            return 1 / (1 + 1 / even)
+            # Where nothing is known, the usual batch is as likely to fit as not, else a part of what did not fit.
+            even_size = min(sizes) * _BELOW_OVER if sizes else _USUAL_BATCH / batch
+            return 1 / (1 + 1 / even_size)
         over = history.smallest_over(candidate.arm, accumulates=candidate.accumulates)
         most = peaks.fits(fitting) if fitting else 1.0
         least = peaks.fits(over) if over else 0.0
