@@ -156,9 +156,7 @@ class Chances:
         """Return the probability that a candidate's peak memory stays under the line."""
         key = memory_class(candidate.arm), candidate.accumulates, candidate.per_device_train_batch_size
         if key not in self._fits:
-            # Passing no mask saves next to nothing: where the arm with masks did not fit, this one does not.
-            masked = replace(candidate, arm=without(candidate.arm, ["unpadded"]))
-            if self._history.ruled_out_by(masked) is not None or self._ran_out_compiled(candidate):
+            if self._ran_out_alike(candidate):
                 self._fits[key] = 0.0
             elif (allocated := self._allocated_bytes(candidate)) is not None:
                 self._fits[key] = normal_cdf((self._line - math.log(allocated) - _EXPANDED) / _EXPANDED_DOUBT)
@@ -169,13 +167,17 @@ class Chances:
             self._fits[key] *= self._by_checkpointed_layers(candidate)
         return self._fits[key]
 
-    def _ran_out_compiled(self, candidate: Candidate) -> bool:
-        """Return whether the arm, compiled in any mode, was over the memory line at this batch or a smaller one."""
-        arm, batch = candidate.arm, candidate.per_device_train_batch_size
-        return arm.torch_compile and any(
-            t.candidate.arm.torch_compile
-            and t.candidate.per_device_train_batch_size <= batch
-            and memory_class(without(t.candidate.arm, _WAYS)) == memory_class(without(arm, _WAYS))
+    def _ran_out_alike(self, candidate: Candidate) -> bool:
+        """Return whether an arm that needs no more memory was over the line, at this batch or a smaller one.
+
+        Passing no mask saves next to nothing, and how an arm compiles changes little: arms that differ in these alone
+        count as the same.
+        """
+        own = memory_class(without(candidate.arm, _ALIKE))
+        return any(
+            batch_of(t) <= candidate.per_device_train_batch_size
+            and t.candidate.accumulates <= candidate.accumulates
+            and needs_at_least(own, memory_class(without(t.candidate.arm, _ALIKE)))
             for t in self._history.tried
             if self._history.is_over(t)
         )
@@ -197,27 +199,23 @@ class Chances:
         It grows linearly from 0 at the largest number that was over the line to 1 at the smallest that fitted.
         Without a trial over the line it is 1.
         """
-        layers = self._history.layers
-
-        def alike(tried: Tried) -> bool:
-            """Return whether a trial differs from the candidate at most in the number of checkpointed layers."""
-            other = tried.candidate
-            # Most trials have another batch. Comparing that first saves a copy.
-            if other.per_device_train_batch_size != candidate.per_device_train_batch_size:
-                return False
-            arm = replace(other.arm, checkpointed_layers=candidate.arm.checkpointed_layers)
-            return replace(other, arm=arm) == candidate
-
-        if candidate.arm.checkpointed_layers is None:
+        layers, own = self._history.layers, candidate.arm.checkpointed_layers
+        if own is None:
             return 1.0
-        tried = [t for t in self._history.tried if alike(t)]
+        tried = [
+            t
+            for t in self._history.tried
+            # Most trials have another batch. Comparing that first saves a copy.
+            if batch_of(t) == candidate.per_device_train_batch_size
+            and replace(t.candidate, arm=replace(t.candidate.arm, checkpointed_layers=own)) == candidate
+        ]
         over = [t.candidate.arm.checkpointed_layers or layers for t in tried if self._history.is_over(t)]
         fits = [t.candidate.arm.checkpointed_layers or layers for t in tried if self._history.is_feasible(t)]
         if not over:
             return 1.0
         # Where no number fitted yet, that of all layers may.
         least = min(fits, default=layers)
-        return min(1.0, max(0, candidate.arm.checkpointed_layers - max(over)) / max(1, least - max(over)))
+        return min(1.0, max(0, own - max(over)) / max(1, least - max(over)))
 
     def _predicted_bytes(self, candidate: Candidate) -> int | None:
         """Return a candidate's predicted reserved bytes, or ``None``. Compiled steps are derived from plain ones."""
@@ -370,8 +368,8 @@ class Chances:
         return found
 
 
-_WAYS = ("regional_compilation", "torch_compile_mode")
-"""Levers that say how to compile."""
+_ALIKE = ("unpadded", "regional_compilation", "torch_compile_mode")
+"""Levers with and without which an arm needs nearly the same memory."""
 _CHECKPOINTED = " under checkpointing"
 _BY_ITSELF, _MOST_SUSPECTS = 0.002, 9
 """Probability that a candidate fails though none of its levers is broken; most levers that are suspected. Choices."""
