@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import combinations
 
 import numpy as np
 
@@ -51,46 +52,31 @@ def left_out_arms(space: Space, history: History) -> tuple[LeftOut, ...]:
     return tuple(named)
 
 
-def _strategy(arm: Arm) -> str | None:
-    """Return an arm's strategy and number of ranks in words, as ``fsdp × 4``; ``None`` without a strategy."""
-    if arm.strategy is None:
-        return None
-    ranks = f" × {arm.groups}" if arm.ranks > 1 else ""
-    return f"{arm.strategy}{ranks}" + (", sync each batch" if arm.sync_each_batch else "")
-
-
-# What arms may have in common, in the words for it.
-_IN_COMMON: tuple[Callable[[Arm], str | None], ...] = (
-    lambda arm: arm.precision,
-    lambda arm: "that sync each batch" if arm.sync_each_batch else None,
-    _strategy,
-    lambda arm: f"{arm.precision}, {_strategy(arm)}" if arm.strategy else None,
-)
-
-
 def names_of_arms(arms: Iterable[Arm], others: Sequence[Arm], every: Sequence[Arm]) -> tuple[str, ...]:
     """Return short names for some arms: ``Arm.describe`` of one, or words for a group: ``all fp16``.
 
-    Words for a group stand for all of ``others`` (which contain ``arms``) that have a setting in common. They are ``all
-    other fp16`` where arms that are not among ``others`` have this setting, too; ``every`` has all arms.
+    Words for a group stand for all of ``others`` (which contain ``arms``) that have one or two settings in common. They
+    are ``all other fp16`` where arms that are not among ``others`` have them, too; ``every`` has all arms.
     """
     # The largest group is named first, until no group of two or more is left.
-    left = list(arms)
+    left, settings = list(arms), {arm: _settings(arm) for arm in every}
     # By the index among ``others`` of the first arm that a name stands for.
     names: dict[int, str] = {}
     while left:
-        shared = {
-            words: [arm for arm in others if has(arm) == words]
-            for has in _IN_COMMON
-            for words in dict.fromkeys(map(has, left))
-            if words is not None
-        }
-        groups = {words: group for words, group in shared.items() if len(group) > 1 and {*group} <= {*left}}
+        shared = dict.fromkeys(words for arm in left for words in settings[arm])
+        groups = {words: [arm for arm in others if words in settings[arm]] for words in shared}
+        groups = {words: group for words, group in groups.items() if len(group) > 1 and {*group} <= {*left}}
         if not groups:
             names.update((others.index(arm), arm.describe()) for arm in left)
             break
         words, named = max(groups.items(), key=lambda item: len(item[1]))
-        has_more = any(has(arm) == words for has in _IN_COMMON for arm in every if arm not in others)
+        has_more = any(words in settings[arm] for arm in every if arm not in others)
         names[others.index(named[0])] = f"all other {words}" if has_more else f"all {words}"
         left = [arm for arm in left if arm not in named]
     return tuple(names[index] for index in sorted(names))
+
+
+def _settings(arm: Arm) -> list[str]:
+    """Return the words of each setting of an arm, and of each two of them."""
+    settings = arm.describe().split(", ")
+    return [*settings, *map(", ".join, combinations(settings, 2))]

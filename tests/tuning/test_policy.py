@@ -604,7 +604,7 @@ def test_what_several_ranks_have_in_common() -> None:
     others = [arm for arm in RANKS if not arm.sync_each_batch]
     fp16 = [arm for arm in others if arm.precision == "fp16"]
     fsdp = [arm for arm in others if arm.strategy == "fsdp" and arm.precision == "bf16"]
-    assert names_of_arms(synced, RANKS, RANKS) == ("all that sync each batch",)
+    assert names_of_arms(synced, RANKS, RANKS) == ("all sync each batch",)
     assert names_of_arms(fp16, others, RANKS) == ("all other fp16",)
-    assert names_of_arms(fsdp, others, RANKS) == ("all bf16, fsdp × 2",)
-    assert names_of_arms(fsdp + fp16[:1], others, RANKS) == ("all bf16, fsdp × 2", "fp16, ddp × 2")
+    assert names_of_arms(fsdp, others, RANKS) == ("all other bf16, fsdp × 2",)
+    assert names_of_arms(fsdp + fp16[:1], others, RANKS) == ("all other bf16, fsdp × 2", "fp16, ddp × 2")
