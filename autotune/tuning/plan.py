@@ -16,10 +16,10 @@ from autotune.core.candidate import Arm, Candidate
 from autotune.core.outcome import Completed, Failed, Outcome, OutOfMemory
 from autotune.core.units import format_seconds, plural
 from autotune.estimate.chance import Chances
-from autotune.estimate.history import History, Tried, ran_in_full
+from autotune.estimate.history import History, Tried, ran_in_full, speed_of
 from autotune.space.space import next_loader
 from autotune.store.records import NOTHING_LEFT, Repeats, Stage, Stop, StopReason, TrialRecord
-from autotune.tuning.anytime import Anytime, Idea, gain_given
+from autotune.tuning.anytime import Anytime, Idea
 from autotune.tuning.policy import Policy, pinned, to_measure_again
 from autotune.tuning.prepare import Prepared
 
@@ -86,7 +86,6 @@ class Plan:
         """Results of ``_once_known``, by what was proposed."""
         self._has_begun = False
         self.anytime = Anytime(prepared.space)
-        self._has_answer = False
         self._idea: Idea | None = None
         """The lever whose trial is under way or next."""
 
@@ -104,9 +103,6 @@ class Plan:
             self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
         self._refused = 0
-        if self.anytime.is_late(trial.candidate):
-            # The study is continued after its first answer.
-            self._has_answer = True
         counts = self._again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
             in_full = ran_in_full(counts.candidate, counts.outcome)
@@ -166,12 +162,12 @@ class Plan:
         if idea is None or idea.candidate != trial.candidate or self._again.owed:
             return None
         self._idea = None
-        gain = gain_given(idea, self.history, self.in_space)
-        if gain is None:
-            why = trial.outcome.message if isinstance(trial.outcome, Failed | OutOfMemory) else ""
-            return f"{idea.name} is left out: {' '.join(why.split())[:160]}"
-        is_over = any(map(self.history.is_over, self.history.outcomes_of(idea.candidate)))
-        return f"{idea.name} gave {gain:.2f} ×{', and leaves too little memory' if is_over else ''}"
+        if isinstance(trial.outcome, Failed | OutOfMemory):
+            return f"{idea.name} is left out: {' '.join(trial.outcome.message.split())[:160]}"
+        # The trial that counts, where a disturbed one was repeated.
+        tried = self.history.outcomes_of(idea.candidate)[-1]
+        leaves_too_little = ", and leaves too little memory" if self.history.is_over(tried) else ""
+        return f"{idea.name} gave {speed_of(tried) / idea.best:.2f} ×{leaves_too_little}"
 
     def best(self) -> Tried | None:
         """Return the trial to recommend so far; ``None`` without one. Only candidates of the space count."""
@@ -270,21 +266,12 @@ class Plan:
         """Whether Optuna's sampler is to draw the next candidate, and may have a new one."""
         return self._policy is None and not self._is_drawn_out and self._refused < _MOST_REFUSALS
 
-    @property
-    def has_first_answer(self) -> bool:
-        """Whether nothing is left to try but levers, and there is a best trial; ``False`` where there are no levers."""
-        if not self._has_answer and self.anytime.has_levers and not self.pending and self._is_settled:
-            self._has_answer = self.best() is not None
-        return self._has_answer
-
     def arms_that_save(self) -> list[Arm]:
-        """Return the winner's arm with each memory-saving lever, to be predicted; empty before the first answer."""
-        return self.anytime.arms_that_save(self.history, self.in_space) if self.has_first_answer else []
+        """Return the best candidate's arm with each lever that saves memory, to be predicted before one is chosen."""
+        return self.anytime.arms_that_save(self.history, self.in_space)
 
     def _next_idea(self) -> Idea | None:
-        """Return the next lever worth a trial; ``None`` if none is, trials run, or there is no first answer yet."""
-        if self.pending or not self.has_first_answer:
-            return None
+        """Return the next lever worth a trial, once nothing else is; ``None`` if none is, or trials run."""
         seconds = [trial.seconds for trial in self.records.values() if trial.seconds]
         usual, spent = statistics.median(seconds) if seconds else 0.0, self._seconds_with_levers
         return self._once_known(
