@@ -569,7 +569,7 @@ class Search:
 
         That is, by more than the interval of ``expected`` and ``_SAME_SPEED``. Reused trials out of memory stay.
         """
-        if self._library is None or not isinstance(ended.outcome, Completed) or any(self._plan.owed):
+        if self._library is None or not isinstance(ended.outcome, Completed) or self._plan.again.owed:
             return
         ratio = ended.outcome.measurement.samples_per_second / expected.samples_per_second
         if abs(math.log(ratio)) <= max(expected.next_process.half_width(), _SAME_SPEED):

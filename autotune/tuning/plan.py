@@ -78,12 +78,11 @@ class Plan:
         """The candidates that were tried and may be recommended."""
         self.pending: dict[str, TrialRecord] = {}
         """Trials under way, by id."""
-        self._again = Repeats()
+        self.again = Repeats()
+        """Which trials count, and which candidates are run again."""
         self._clock, self._spent_seconds, self._started_at = clock, spent_seconds, clock()
-        self._known: object = None
-        """Number of trials, version of the memory model and running trials, from which ``_proposed`` follows."""
-        self._proposed: dict[str, Any] = {}
-        """Results of ``_once_known``, by what was proposed."""
+        self._proposed: dict[object, Any] = {}
+        """Results of ``_once_known``, by what was proposed and what was known."""
         self._has_begun = False
         self.anytime = Anytime(prepared.space)
         self._idea: Idea | None = None
@@ -103,7 +102,7 @@ class Plan:
             self.history.pending.remove(trial.candidate)
         self.records[trial.id] = trial
         self._refused = 0
-        counts = self._again.take(trial) if trial.outcome is not None else None
+        counts = self.again.take(trial) if trial.outcome is not None else None
         if counts is not None and counts.outcome is not None:
             in_full = ran_in_full(counts.candidate, counts.outcome)
             if self._space.contains(counts.candidate):
@@ -132,7 +131,6 @@ class Plan:
         their ids.
         """
         self.anytime.leave_out(levers)
-        self._proposed = {}
         changed_ids = []
         for tried in list(self.history.tried):
             arm = tried.candidate.arm
@@ -145,12 +143,13 @@ class Plan:
         """Replace the outcome of a trial of this search."""
         self.history.replace(next(tried for tried in self.history.tried if tried.trial_id == trial_id), outcome)
         self.records[trial_id] = replace(self.records[trial_id], outcome=outcome)
+        self._proposed = {}
 
     def drop_reused(self) -> None:
         """Forget the speeds that were taken from earlier searches; reused trials out of memory stay."""
         kept = [t for t in self.records.values() if t.stage != "reused" or not isinstance(t.outcome, Completed)]
         # All that follows from trials is rebuilt from the kept ones.
-        self.records, self.in_space, self._again = {}, set(), Repeats()
+        self.records, self.in_space, self.again = {}, set(), Repeats()
         self._proposed = {}
         self.history.clear()
         for trial in kept:
@@ -159,7 +158,7 @@ class Plan:
     def told_of_lever(self, trial: TrialRecord) -> str | None:
         """Return in words what a lever gained in an ended trial; ``None`` without a lever, or before a repetition."""
         idea = self._idea
-        if idea is None or idea.candidate != trial.candidate or self._again.owed:
+        if idea is None or idea.candidate != trial.candidate or self.again.owed:
             return None
         self._idea = None
         if isinstance(trial.outcome, Failed | OutOfMemory):
@@ -190,33 +189,26 @@ class Plan:
 
     def exhausted(self) -> Stop | None:
         """Return why the budget of trials or time allows no further trial; ``None`` where it does."""
+        # Whether this run of the search continues earlier trials, and has not started one.
+        has_run_nothing = bool(self.records) and not self._has_begun
         most = self._request.most_trials
         if most is not None and self.trials_spent >= most:
-            spent = "was spent before: nothing was run" if self._has_run_nothing else "is spent"
+            spent = "was spent before: nothing was run" if has_run_nothing else "is spent"
             return Stop(StopReason.TRIALS, f"the budget of {plural(most, 'trial')} {spent}")
         budget = self._request.time_budget_seconds
         took = [t.seconds for t in self.records.values() if t.seconds and isinstance(t.outcome, Completed)]
         # The shortest trial so far. The baseline, which is the first, is often the slowest.
         least_seconds = min(took) / (1 if len(took) > 1 else _BASELINE_TIMES) if took else 0.0
-        if budget is not None and self.elapsed_seconds() < budget < self.elapsed_seconds() + least_seconds:
-            return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} leaves no time for a trial")
-        if budget is not None and self.elapsed_seconds() >= budget:
-            if self._has_run_nothing and self._spent_seconds >= budget:
-                spent = f"was spent before, in {format_seconds(self._spent_seconds)}: nothing was run"
-            else:
-                spent = "is spent"
-            return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} {spent}")
-        return None
-
-    @property
-    def _has_run_nothing(self) -> bool:
-        """Whether this run of the search continues earlier trials, and has not started one."""
-        return bool(self.records) and not self._has_begun
-
-    @property
-    def owed(self) -> list[Candidate]:
-        """The candidates that are run again, since a trial was disturbed, interrupted or failed by chance."""
-        return [candidate for _, candidate in self._again.owed]
+        elapsed_seconds = self.elapsed_seconds()
+        if budget is None or elapsed_seconds + least_seconds < budget:
+            return None
+        if elapsed_seconds < budget:
+            spent = "leaves no time for a trial"
+        elif has_run_nothing and self._spent_seconds >= budget:
+            spent = f"was spent before, in {format_seconds(self._spent_seconds)}: nothing was run"
+        else:
+            spent = "is spent"
+        return Stop(StopReason.TIME, f"the time budget of {format_seconds(budget)} {spent}")
 
     @property
     def trials_spent(self) -> int:
@@ -226,7 +218,7 @@ class Plan:
         one of Optuna's samplers, which only ends the search.
         """
         reused = sum(trial.stage == "reused" for trial in self.records.values()) if self._request.trials else 0
-        return len(self.records) + len(self.pending) - self._again.excused - reused
+        return len(self.records) + len(self.pending) - self.again.excused - reused
 
     def next(self) -> Step | Literal["draw"] | None:
         """Return the next step, or ``DRAW`` where Optuna's sampler draws the next candidate; ``None`` without a step.
@@ -239,7 +231,7 @@ class Plan:
         forced = self._next_due()
         if forced is not None:
             return None if forced.stage == "final" and self.pending else forced
-        if self._is_last and self._awaits_a_result:
+        if self._is_last and self.pending:
             return None
         candidate = self.upcoming()
         if candidate is not None:
@@ -299,8 +291,8 @@ class Plan:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether there is nothing more to propose, and no running trial may change that."""
-        return not self._awaits_a_result and self.upcoming() is None and not self._may_draw
+        """Whether there is nothing more to propose, and no trial is running, whose result may change that."""
+        return not self.pending and self.upcoming() is None and not self._may_draw
 
     def upcoming(self) -> Candidate | None:
         """Return the policy's next proposal; ``None`` where it has none, or Optuna's sampler draws."""
@@ -310,18 +302,11 @@ class Plan:
     def _once_known(self, what: str, propose: Callable[[], T]) -> T:
         """Return the result of ``propose``, cached under the name ``what`` until there is a new trial or prediction."""
         memory = self.history.memory
-        known = len(self.history.tried), memory.version if memory is not None else 0, frozenset(self.pending)
-        if known != self._known:
-            self._known, self._proposed = known, {}
-        if what not in self._proposed:
-            self._proposed[what] = propose()
-        found: T = self._proposed[what]
+        known = what, len(self.history.tried), memory.version if memory is not None else 0, frozenset(self.pending)
+        if known not in self._proposed:
+            self._proposed[known] = propose()
+        found: T = self._proposed[known]
         return found
-
-    @property
-    def _awaits_a_result(self) -> bool:
-        """Whether a trial is running whose result may change the next proposal; a final trial's does not."""
-        return any(trial.stage != "final" for trial in self.pending.values())
 
     @property
     def _is_last(self) -> bool:
@@ -334,7 +319,7 @@ class Plan:
 
         Due are repeats, then the baseline, and at the end variants of the winner and final trials of it and its rivals.
         """
-        for stage, candidate in self._again.owed:
+        for stage, candidate in self.again.owed:
             if candidate not in self.history.pending:
                 return Step(stage, candidate)
         if self.owes_baseline:
@@ -352,15 +337,13 @@ class Plan:
             is_its_turn = self._is_settled and not self._is_last and self._next_idea() is None
             if on_one_core is not None and not self.history.attempts(on_one_core) and is_its_turn:
                 return Step("search", on_one_core)
-        if self._request.objective != "throughput":
-            return None
-        return self._next_final(best)
+        return self._next_final(best) if self._request.objective == "throughput" else None
 
     def _next_final(self, best: Tried) -> Step | None:
         """Return the next final trial, which measures the winner or a close rival again; ``None`` where none is due."""
+        if self.pending:
+            return None
         if self._is_last:
-            if self._awaits_a_result:
-                return None
             # The last trial of the budget measures the winner again, if that is due. Where the winner is the baseline,
             # which the user has without a search, the trial is for a candidate that may be better.
             may_go_on = self.upcoming() is not None or self._may_draw
