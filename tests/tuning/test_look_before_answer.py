@@ -27,7 +27,7 @@ from autotune.results.warnings import notes
 from autotune.store.records import TrialRecord
 from autotune.tuning.look import Looker, with_smaller_evaluation
 from autotune.tuning.loop import Search
-from autotune.tuning.plan import Plan
+from autotune.tuning.plan import Plan, Step
 from autotune.tuning.policy import make_policy
 from autotune.tuning.prepare import Prepared
 
@@ -151,6 +151,31 @@ def test_a_trial_that_trains_less_than_half_of_the_baselines_tensors_has_failed(
 TOO_LARGE = Whole(90 * GIB, 4 * GIB, 60.0, 80 * GIB)
 FITTING = Whole(20 * GIB, 4 * GIB, 70.0, 10 * GIB)
 SETTINGS = {"per_device_eval_batch_size": 4, "eval_accumulation_steps": 16}
+
+
+def test_what_is_left_is_weighed_again_once_the_winner_is_ruled_out() -> None:
+    given = prepared(precisions=("bf16",))
+    history = History(given.ceiling)
+    plan = Plan(given, history, make_policy("autotune", "throughput", given.space), lambda: 0.0)
+    runner = Gpu().runner()
+
+    tried = []
+    while isinstance(step := plan.next(), Step):
+        record = TrialRecord("study", len(tried), step.candidate, "w", "e", stage=step.stage)
+        outcome, seconds = runner.answer(job_of(step.candidate, given.ceiling.cap_bytes))
+        plan.begin(record)
+        plan.take(replace(record, outcome=outcome, seconds=seconds))
+        tried.append(step.candidate)
+
+    best = plan.best()
+    for each in history.outcomes_of(best.candidate):
+        plan.change_outcome(each.trial_id, OutOfMemory("the longest batch"))
+    step = plan.next()
+    assert isinstance(step, Step)
+    assert step.stage == "search"
+    assert step.candidate not in tried
+
+
 LOST = Rehearsal(Evaluation(512, 4096, 0, None, False), line_bytes=GIB, failed_rank=1)
 FOUND = Rehearsal(Evaluation(8, 5000, 64, TOO_LARGE, False, SETTINGS, FITTING), line_bytes=24 * GIB)
 
