@@ -73,9 +73,9 @@ _HOST_MACHINE, _HOST_PREDICTED = 2.0, 0.35
 """Deviation of what all candidates share on a machine, for GPU and host, without and with predicted steps."""
 _OWN = 0.004
 """Deviation of a candidate's own part, which its effects do not explain."""
-_FAR_DEVIATIONS = 2.0
+_FAR_DEVIATIONS, _MOST_DOUBT = 2.0, 0.5
 """A step whose limit was not measured is host-bound where it takes longer than the GPU is expected to by so many
-deviations. A choice."""
+deviations, and else tells of the GPU's time with at most such a deviation. Choices (10,000 random worlds)."""
 _PINNED = Effect(-0.07, 0.08)
 """Pinned to one core, host-bound steps were 0.98 to 1.3 times as fast (H200)."""
 
@@ -218,13 +218,16 @@ class SpeedModel:
         for candidate, total, noise, busy in sorted(steps, key=lambda step: math.inf if step[3] is None else step[3]):
             at, gpu_mean, host_mean = self._prior(candidate)
             gpu, gpu_error, host, host_error = (float(each[0]) for each in self.times([candidate]))
+            doubt = 0.0
             if busy is None:
+                # The less is known of the GPU's time, the less sure it is that this step took as long.
+                doubt = min(_MOST_DOUBT, gpu_error / 2)
                 # What takes far longer than is expected of the GPU waits for the host, and says nothing of the GPU.
                 busy = 1.0 if total < gpu + _FAR_DEVIATIONS * gpu_error else 0.0
             if busy > 0:
                 # A GPU-bound step is busy for ``_FULL`` of it. The less it is, the less its share tells of its time.
                 share = min(1.0, busy / _FULL)
-                self._gpu.observe(at, total + math.log(share) - gpu_mean, math.hypot(noise, 0.2 * (1 - share)))
+                self._gpu.observe(at, total + math.log(share) - gpu_mean, math.hypot(noise, 0.2 * (1 - share), doubt))
             if busy < HOST_BOUND:
                 self._host.observe(at, total - host_mean, noise)
             elif host > total:
