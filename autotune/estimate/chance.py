@@ -37,7 +37,8 @@ A choice."""
 _UNCHECKED_RIGHT = 1 - LEAST_CHANCE
 """How likely predictions are right before a trial checked one: so likely that a candidate far over the line waits."""
 _SMALL_SHARES = 0.6
-"""Where one batch was measured: less than x of its peak grows with the batch with probability x to this power."""
+"""Where one batch was measured: less than x of its peak grows with the batch with probability x to this power. A
+choice."""
 _ANYWHERE = 0.02
 """Weight of the case that a peak grows in no such way. A choice."""
 _USUAL_BATCH, _BELOW_OVER = 64.0, 0.3
@@ -85,7 +86,7 @@ class _Peaks:
             return normal_cdf((math.log1p(self.room) - math.log(max(1e-3, 1 + self.share * growth))) / doubt)
         if growth * self.room <= 0:
             return float(self.room >= growth)
-        is_less = min(1.0, self.room / growth) ** _SMALL_SHARES
+        is_less = math.pow(min(1.0, self.room / growth), _SMALL_SHARES)
         return is_less if growth > 0 else 1 - is_less
 
 
