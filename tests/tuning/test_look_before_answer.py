@@ -148,11 +148,6 @@ def test_a_trial_that_trains_less_than_half_of_the_baselines_tensors_has_failed(
     assert plan.judged(outcome(13)) == outcome(13)
 
 
-TOO_LARGE = Whole(90 * GIB, 4 * GIB, 60.0, 80 * GIB)
-FITTING = Whole(20 * GIB, 4 * GIB, 70.0, 10 * GIB)
-SETTINGS = {"per_device_eval_batch_size": 4, "eval_accumulation_steps": 16}
-
-
 def test_what_is_left_is_weighed_again_once_the_winner_is_ruled_out() -> None:
     given = prepared(precisions=("bf16",))
     history = History(given.ceiling)
@@ -176,6 +171,9 @@ def test_what_is_left_is_weighed_again_once_the_winner_is_ruled_out() -> None:
     assert step.candidate not in tried
 
 
+TOO_LARGE = Whole(90 * GIB, 4 * GIB, 60.0, 80 * GIB)
+FITTING = Whole(20 * GIB, 4 * GIB, 70.0, 10 * GIB)
+SETTINGS = {"per_device_eval_batch_size": 4, "eval_accumulation_steps": 16}
 LOST = Rehearsal(Evaluation(512, 4096, 0, None, False), line_bytes=GIB, failed_rank=1)
 FOUND = Rehearsal(Evaluation(8, 5000, 64, TOO_LARGE, False, SETTINGS, FITTING), line_bytes=24 * GIB)
 
