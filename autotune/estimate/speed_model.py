@@ -105,20 +105,24 @@ class Process:
 
     def posterior(self, among: Sequence[Amounts]) -> tuple[Floats, Floats]:
         """Return the posterior mean, less the prior mean, and the standard deviation at each of some candidates."""
-        new, old = self._matrix(among), self._matrix(self.points)
+        # Of some hundred effects, mostly pairs of levers, candidates have few.
+        had = set().union(*self.points, *among)
+        effects = {name: effect for name, effect in self.effects.items() if name in had}
+        new, old = _matrix(among, effects), _matrix(self.points, effects)
         cross = old @ new.T
         solved = np.linalg.solve(old @ old.T + np.diag(self.variances), cross)
         variances = np.sum(new**2, axis=1) - np.sum(cross * solved, axis=0)
         return solved.T @ np.array(self.values), np.sqrt(np.maximum(variances, 0.0) + _OWN**2)
 
-    def _matrix(self, points: Sequence[Amounts]) -> Floats:
-        """Return the amounts of all effects in units of their deviations, with a row for each candidate."""
-        rows = [[at.get(name, 0.0) * effect.deviation for name, effect in self.effects.items()] for at in points]
-        return np.array(rows, dtype=np.float64).reshape(len(points), len(self.effects))
-
     def mean(self, at: Amounts) -> float:
         """Return the prior mean: the sum of a candidate's effects."""
         return math.fsum(amount * self.effects[name].mean for name, amount in at.items() if name in self.effects)
+
+
+def _matrix(points: Sequence[Amounts], effects: Mapping[str, Effect]) -> Floats:
+    """Return the amounts of effects in units of their deviations, with a row for each candidate."""
+    rows = [[at.get(name, 0.0) * effect.deviation for name, effect in effects.items()] for at in points]
+    return np.array(rows, dtype=np.float64).reshape(len(points), len(effects))
 
 
 @lru_cache(maxsize=65536)
@@ -286,9 +290,8 @@ class SpeedModel:
         # The integral over all faster times of the probability that both GPU and host take no longer.
         times = limit - 3 * np.linspace(0, 1, 80) ** 2
         step = np.log(np.maximum(np.exp(times) - self._data_seconds, 1e-300))
-        cdf = np.vectorize(normal_cdf, otypes=[np.float64])
-        both: Floats = cdf((step[None, :] - gpu[:, None]) / gpu_error[:, None])
-        both *= cdf((step[None, :] - host[:, None]) / host_error[:, None])
+        both = _normal_cdf_of_each((step[None, :] - gpu[:, None]) / gpu_error[:, None])
+        both *= _normal_cdf_of_each((step[None, :] - host[:, None]) / host_error[:, None])
         widths = -np.diff(times)
         gains: Floats = np.sum((both[:, :-1] + both[:, 1:]) / 2 * widths, axis=1)
         return gains, np.maximum(gpu, host)
@@ -333,3 +336,15 @@ def _effect_of_factor(factor: float) -> Effect:
     """Return the effect of a factor on a time. The farther the factor is from 1, the less sure it is."""
     mean = math.log(factor)
     return Effect(mean, 0.02 + 0.4 * abs(mean))
+
+
+def _normal_cdf_of_each(z: Floats) -> Floats:
+    """Return the standard normal distribution function (Abramowitz and Stegun 26.2.17; its error is below 1e-7).
+
+    For many thousand values, seven times as fast as calls of ``normal_cdf``.
+    """
+    t = 1 / (1 + 0.2316419 * np.abs(z))
+    tail = np.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+    tail = tail * t * (0.319381530 + t * (-0.356563782 + t * (1.781477937 + t * (-1.821255978 + t * 1.330274429))))
+    out: Floats = np.where(z > 0, 1 - tail, tail)
+    return out
