@@ -30,12 +30,13 @@ class Judge:
         self._space, self._history = space, history
 
     @functools.cached_property
-    def _chances(self) -> Chances:
+    def chances(self) -> Chances:
+        """The probabilities that candidates run and fit."""
         return Chances(self._history)
 
     def is_open(self, candidate: Candidate) -> bool:
         """Return whether a candidate is new, and ruled out by no trial or prediction."""
-        return self.is_new(candidate) and not self._chances.rules_out(candidate)
+        return self.is_new(candidate) and not self.chances.rules_out(candidate)
 
     def is_new(self, candidate: Candidate) -> bool:
         """Return whether a candidate was not tried, is not under way, and does nothing that memory does not require.
@@ -67,7 +68,7 @@ class Judge:
         plain = replace(candidate, arm=replace(candidate.arm, sync_each_batch=False))
         if not candidate.arm.sync_each_batch or not self._space.contains(plain):
             return False
-        return not (candidate.accumulates and self._chances.rules_out(plain))
+        return not (candidate.accumulates and self.chances.rules_out(plain))
 
     def in_expandable_segments(self, tried: Tried) -> Candidate | None:
         """Return the candidate with expandable segments, for a trial that was over the line by fragmentation alone.
@@ -113,7 +114,7 @@ class Judge:
         """Return whether a candidate with a batch at this multiple is under way, or is open and may run."""
         return any(
             candidate in self._history.pending
-            or (self.is_open(candidate) and self._chances.runs(candidate) > LEAST_CHANCE)
+            or (self.is_open(candidate) and self.chances.runs(candidate) > LEAST_CHANCE)
             for candidate in self.candidates_at(multiple, arms)
         )
 
@@ -138,7 +139,7 @@ class Judge:
             if not (self._syncs_needlessly(candidate) or self.offloads_needlessly(candidate))
             and not self._history.outcomes_of(candidate)
             and self._history.ruled_out_by(candidate) is None
-            and candidate.per_device_train_batch_size < self._chances.failed_from(candidate.arm)
+            and candidate.per_device_train_batch_size < self.chances.failed_from(candidate.arm)
         ]
         return min(left, key=lambda c: (c.per_device_train_batch_size, not c.arm.gradient_checkpointing), default=None)
 

@@ -153,7 +153,8 @@ class Anytime:
         They differ in one or two changes, or in the number of recomputing layers. A candidate with levers that left too
         little memory is changed as well, and any that did is tried in expandable segments.
         """
-        doubtful, judge = Chances(history).failing(_DOUBTFUL), Judge(self._space, history)
+        judge = Judge(self._space, history)
+        doubtful = judge.chances.failing(_DOUBTFUL)
         over_line = [tried for tried in history.tried if tried.measurement and history.is_over(tried)]
         roots = sorted(history.believed(set(among)), key=speed_of, reverse=True)[:_MOST_ROOTS]
         found: dict[Candidate, Tried] = {}
@@ -172,7 +173,7 @@ class Anytime:
 
         One is not where it is outside of the space, surely fails, is tried already, or cannot be the fastest.
         """
-        judge, chances = Judge(self._space, history), Chances(history)
+        judge = Judge(self._space, history)
         return {
             each: root
             for each, root in found.items()
@@ -182,7 +183,7 @@ class Anytime:
             and self._space.contains(each)
             and judge.is_open(each)
             and not is_beaten(history, each)
-            and chances.runs(each) > LEAST_CHANCE
+            and judge.chances.runs(each) > LEAST_CHANCE
         }
 
     def _can_be(self, arm: Arm, root: Tried) -> bool:
